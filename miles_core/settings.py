@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from miles_core.component import ComponentConfig
 
-PositiveInt = Field(gt=0)
-
 
 class UseTable(ComponentConfig):
     """A table that selects one component; its options stand in a subtable under the component's name."""
 
+    kind: ClassVar[str] = ""
+    """Kind of the component that `use` names."""
     use: str
     """Name of the component, or "plugin:name" where two plugins offer the same name."""
 
@@ -32,12 +32,19 @@ class ModelTable(ComponentConfig):
 
 
 class TokenizerTable(UseTable):
+    """What turns text into tokens."""
+
+    kind: ClassVar[str] = "tokenizer"
     use: str = "hf"
+    """Name of the component, or "plugin:name" where two plugins offer the same name."""
     chat_template: str | None = None
     """A Jinja chat template, or "file:PATH"; overrides the model's own."""
 
 
 class DataTable(UseTable):
+    """Where prompts come from."""
+
+    kind: ClassVar[str] = "data"
     long_prompts: Literal["drop", "error"] = "drop"
     """What happens to a prompt that leaves no room for one new token: dropped and counted, or an error."""
 
@@ -59,8 +66,20 @@ class SamplingTable(ComponentConfig):
     """Token ids that end an answer, besides those of the tokenizer."""
 
 
+class EvalSamplingTable(SamplingTable):
+    """How tokens are sampled for evaluation. `max_new_tokens`, `stop` and `stop_token_ids` are those of
+    `[rollout.sampling]` where they are not given."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+
+
 class RolloutTable(UseTable):
+    """How groups of samples are made, and how many."""
+
+    kind: ClassVar[str] = "rollout"
     use: str = "single-turn"
+    """Name of the component, or "plugin:name" where two plugins offer the same name."""
     groups_per_step: int = Field(gt=0)
     """Prompts (groups) trained per step."""
     samples_per_group: int = Field(gt=0)
@@ -77,9 +96,13 @@ class RolloutTable(UseTable):
     update_every: int = Field(default=1, gt=0)
     """Optimizer steps between two pushes."""
     sampling: SamplingTable = SamplingTable()
+    """How answers are sampled for training."""
 
 
 class EngineTable(UseTable):
+    """What samples tokens."""
+
+    kind: ClassVar[str] = "engine"
     replicas: int = Field(default=1, gt=0)
     """Copies of the model that sample."""
     timeout_s: float = Field(default=600.0, gt=0)
@@ -93,6 +116,9 @@ class EngineTable(UseTable):
 
 
 class RewardTable(UseTable):
+    """One verdict on samples."""
+
+    kind: ClassVar[str] = "reward"
     name: str | None = None
     """Name of the score; the component's by default. Needed when one reward is used twice."""
     weight: float = 1.0
@@ -113,23 +139,35 @@ class RewardsTable(ComponentConfig):
 
 
 class FilterTable(UseTable):
-    pass
+    """A rule that drops groups before training."""
+
+    kind: ClassVar[str] = "filter"
 
 
 class AdvantageTable(UseTable):
-    pass
+    """How rewards become per-token advantages; several are chained."""
+
+    kind: ClassVar[str] = "advantage"
 
 
 class CorrectionTable(UseTable):
-    pass
+    """A mask or multiplier against the mismatch between engine and trainer."""
+
+    kind: ClassVar[str] = "correction"
 
 
 class LossTable(UseTable):
+    """One term of the loss."""
+
+    kind: ClassVar[str] = "loss"
     weight: float = 1.0
     """Factor of this term in the total loss."""
 
 
 class TrainerTable(UseTable):
+    """What holds the weights and steps the optimizer."""
+
+    kind: ClassVar[str] = "trainer"
     num_workers: int = Field(default=1, gt=0)
     """Ranks. One rank runs in the driver's process unless `process` is set."""
     process: bool = False
@@ -158,7 +196,11 @@ class TrainTable(ComponentConfig):
 
 
 class TransportTable(UseTable):
+    """How new weights reach the engines."""
+
+    kind: ClassVar[str] = "transport"
     use: str = "direct"
+    """Name of the component, or "plugin:name" where two plugins offer the same name."""
     bucket_bytes: int = Field(default=256 << 20, gt=0)
     """Most bytes in flight per bucket."""
     timeout_s: float = Field(default=300.0, gt=0)
@@ -170,29 +212,43 @@ class TransportTable(UseTable):
 
 
 class LauncherTable(UseTable):
+    """Where workers run."""
+
+    kind: ClassVar[str] = "launcher"
     use: str = "local"
-    placement: str = "auto"
-    """Placement of roles: "auto", "colocated" or "disaggregated"."""
+    """Name of the component, or "plugin:name" where two plugins offer the same name."""
+    placement: Literal["auto", "colocated", "disaggregated"] = "auto"
+    """Placement of roles: engines and trainer on the same devices, on devices of their own, or what fits."""
 
 
 class TrackerTable(UseTable):
-    pass
+    """A receiver of numbers and samples."""
+
+    kind: ClassVar[str] = "tracker"
 
 
 class MetricTable(UseTable):
-    pass
+    """Further numbers of each step."""
+
+    kind: ClassVar[str] = "metric"
 
 
 class ExtensionTable(UseTable):
-    pass
+    """A wrapper around the trainer's passes."""
+
+    kind: ClassVar[str] = "extension"
 
 
 class PrecisionTable(UseTable):
-    pass
+    """Number formats of trainer, engine and export."""
+
+    kind: ClassVar[str] = "precision"
 
 
 class SamplerTable(UseTable):
-    pass
+    """Which prompts come next: a curriculum."""
+
+    kind: ClassVar[str] = "sampler"
 
 
 class RoleTable(ComponentConfig):
@@ -217,7 +273,10 @@ class EvalTable(ComponentConfig):
     """Samples per prompt."""
     seed: int | None = None
     """Seed of the evaluation's prompts; by default another one than training's."""
-    sampling: SamplingTable = SamplingTable(temperature=0.0)
+    data: DataTable | None = None
+    """Where its prompts come from; training's source when absent."""
+    sampling: EvalSamplingTable = EvalSamplingTable()
+    """How its answers are sampled."""
 
 
 class CheckpointTable(ComponentConfig):
@@ -245,27 +304,48 @@ class RunConfig(ComponentConfig):
     tags: tuple[str, ...] = ()
     """Labels handed to trackers."""
     model: ModelTable = ModelTable()
+    """The policy model."""
     tokenizer: TokenizerTable = TokenizerTable()
+    """What turns text into tokens."""
     data: DataTable
+    """Where prompts come from."""
     rollout: RolloutTable
+    """How groups of samples are made, and how many."""
     engine: EngineTable
+    """What samples tokens."""
     rewards: RewardsTable = RewardsTable()
+    """How scores become one reward."""
     reward: tuple[RewardTable, ...] = ()
+    """Verdicts on samples."""
     filter: tuple[FilterTable, ...] = ()
+    """Rules that drop groups before training."""
     advantage: tuple[AdvantageTable, ...] = (AdvantageTable(use="grpo"),)
+    """How rewards become advantages; several are chained in this order."""
     correction: tuple[CorrectionTable, ...] = ()
-    loss: tuple[LossTable, ...]
+    """Masks and multipliers, applied in this order."""
+    loss: tuple[LossTable, ...] = Field(min_length=1)
+    """Terms of the loss, added."""
     trainer: TrainerTable
+    """What holds the weights and steps the optimizer."""
     train: TrainTable = TrainTable()
+    """The optimizer steps of one training step."""
     transport: TransportTable = TransportTable()
+    """How new weights reach the engines."""
     launcher: LauncherTable = LauncherTable()
+    """Where workers run."""
     precision: PrecisionTable | None = None
+    """Number formats of trainer, engine and export."""
     sampler: SamplerTable | None = None
+    """Which prompts come next."""
     extension: tuple[ExtensionTable, ...] = ()
+    """Wrappers around the trainer's passes."""
     metric: tuple[MetricTable, ...] = ()
+    """Further numbers of each step."""
     tracker: tuple[TrackerTable, ...] = (TrackerTable(use="jsonl"),)
+    """Receivers of numbers and samples."""
     roles: dict[Literal["reference", "critic", "teacher"], RoleTable] = Field(default_factory=dict)
     """Further models by role."""
     eval: tuple[EvalTable, ...] = ()
     """Evaluations."""
     checkpoint: CheckpointTable = CheckpointTable()
+    """What is kept on disk while a run goes on."""
