@@ -1,0 +1,126 @@
+"""`miles run`: load and check the config, make or find the run folder, drive the run, show it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from miles_core.config import ResolvedRun, load
+from miles_core.driver import (
+    check_same_run,
+    check_writable,
+    drive,
+    find_resumable,
+    new_run_dir,
+    write_run_files,
+)
+from miles_core.errors import EXIT_OK, ConfigError
+from miles_core.wiring import check_requirements
+
+from .view import ConsoleView, make_view
+
+LATEST = "latest"
+
+
+def run_command(
+    config: Path,
+    *,
+    plugins: Sequence[str] | None = None,
+    adjust: Sequence[str] = (),
+    sets: Sequence[str] = (),
+    files: Sequence[Path] = (),
+    out: Path = Path("runs"),
+    resume: str | None = None,
+    dry_run: bool = False,
+    strict: bool = False,
+    accept_changes: bool = False,
+) -> int:
+    """The body of `miles run`; returns the exit code or raises a MilesError that carries one."""
+    run = load(config, sets=sets, plugins=plugins, adjust=adjust, files=files, strict=strict)
+    check_requirements(run)
+    view = make_view()
+    if dry_run:
+        show_plan(run, view.console)
+        return EXIT_OK
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    for note in run.notes:
+        view.note(note, "warning")
+    found = None
+    if resume is None:
+        run_dir = new_run_dir(out, run.config.name)
+    else:
+        run_dir = latest_run_dir(out, run.config.name) if resume == LATEST else Path(resume)
+        found = find_resumable(run_dir, view)
+        check_writable(run_dir)
+        refuse_changes(check_same_run(run, run_dir), run_dir, accept_changes, view)
+    write_run_files(run, run_dir)
+    asyncio.run(drive(run, run_dir.resolve(), view, found))
+    return EXIT_OK
+
+
+def latest_run_dir(out: Path, name: str) -> Path:
+    """The newest run folder of this name. Raises ConfigError saying what there is instead."""
+    folders = sorted((p for p in out.glob(f"{name}-*") if p.is_dir()), key=lambda p: p.name)
+    if folders:
+        return folders[-1]
+    others = sorted(p.name for p in out.glob("*") if p.is_dir()) if out.is_dir() else []
+    raise ConfigError(
+        f'there is no run named "{name}" under {out} to resume',
+        f"run folders there: {', '.join(others) or 'none'}; name one after --resume, or its parent with --out",
+    )
+
+
+def refuse_changes(differences: list[str], run_dir: Path, accepted: bool, view: ConsoleView) -> None:
+    """A resumed run must be the same run: differences stop it unless --accept-changes was given."""
+    if not differences:
+        return
+    if not accepted:
+        raise ConfigError(
+            f"this config is not the one that {run_dir} was started with:",
+            *differences,
+            f"resume with `miles run {run_dir / 'config.toml'} --resume {run_dir}`, or add --accept-changes",
+        )
+    for line in differences:
+        view.note(f"changed since the run was started: {line}", "warning")
+
+
+def show_plan(run: ResolvedRun, console: Console) -> None:
+    """What a run would use: one line per selected component. Nothing is built."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("kind", "component", "plugin", "summary"):
+        table.add_column(title, overflow="fold")
+    for kind, selections in run.selections.items():
+        for selection in selections:
+            table.add_row(
+                kind, selection.name, f"{selection.plugin.name} {selection.plugin.version}", selection.component.summary
+            )
+    console.print(table)
+    config = run.config
+    console.print(
+        f"{config.steps} steps of {config.rollout.groups_per_step} x {config.rollout.samples_per_group} samples; the config is valid"
+    )
+    for note in run.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+
+
+def help_command(
+    config: Path, *, plugins: Sequence[str] | None = None, adjust: Sequence[str] = (), files: Sequence[Path] = ()
+) -> int:
+    """`miles run CONFIG --help`: the options of the components that CONFIG selects."""
+    run = load(config, plugins=plugins, adjust=adjust, files=files)
+    console = make_view().console
+    for kind, selections in run.selections.items():
+        for selection in selections:
+            console.print(f"\n[bold]{kind}.{selection.name}[/bold]  {selection.component.summary}", soft_wrap=True)
+            fields = type(selection.options).model_fields
+            if not fields:
+                console.print("  no options")
+            for name, info in fields.items():
+                value = getattr(selection.options, name)
+                console.print(f"  {name} = {value!r}  {info.description or ''}", soft_wrap=True, markup=False)
+    return EXIT_OK

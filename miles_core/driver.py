@@ -1,0 +1,156 @@
+"""From a resolved config to a finished run: run folder, signals, session, loop, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from miles_core import checkpoint
+from miles_core.config import ResolvedRun, compare_payloads
+from miles_core.errors import ConfigError, Interrupted, RuntimeMissing
+from miles_core.loop import Loop, RunResult
+from miles_core.session import Session
+from miles_core.view import RunView
+
+CONFIG_FILE = "config.toml"
+PAYLOAD_FILE = "run.json"
+MIN_FREE_BYTES = 64 << 20
+
+
+def new_run_dir(out: Path, name: str) -> Path:
+    """A fresh folder `<out>/<name>-<date>-<time>`.
+
+    Raises RuntimeMissing before anything expensive starts when it cannot be created or written, or is nearly full.
+    """
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(100):
+        folder = out / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RuntimeMissing(
+                f"cannot create a run folder under {out}: {error.strerror or error}", "choose another place with --out DIR"
+            ) from error
+        check_writable(folder)
+        return folder
+    raise RuntimeMissing(f"cannot find a free run folder name under {out}")
+
+
+def check_writable(folder: Path) -> None:
+    """Raises RuntimeMissing when `folder` is read-only or has less than MIN_FREE_BYTES left."""
+    try:
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"miles")
+        probe.unlink()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise RuntimeMissing(
+            f"cannot write to the run folder {folder}: {error.strerror or error}", "choose another place with --out DIR"
+        ) from error
+    if free < MIN_FREE_BYTES:
+        raise RuntimeMissing(
+            f"the run folder {folder} has {free / 1e6:.0f} MB free, and a run needs at least {MIN_FREE_BYTES / 1e6:.0f} MB",
+            "make room or choose another place with --out DIR",
+        )
+
+
+def find_resumable(run_dir: Path, view: RunView) -> checkpoint.Found:
+    """The newest complete checkpoint of `run_dir`; says which ones were passed over and why."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run folder {run_dir}", "name the folder of an earlier run after --resume")
+    found = checkpoint.find(run_dir)
+    for folder, reason in found.skipped:
+        view.note(f"passing over {folder.name}: {reason}", "warning")
+    if found.path is None:
+        view.note(f"{run_dir} has no complete checkpoint; the run starts from the beginning", "warning")
+    return found
+
+
+def check_same_run(run: ResolvedRun, run_dir: Path) -> list[str]:
+    """What differs between `run` and the run that wrote `run_dir`, one line each; [] when nothing does."""
+    path = run_dir / PAYLOAD_FILE
+    if not path.is_file():
+        raise ConfigError(f"{run_dir} is not a run folder: it has no {PAYLOAD_FILE}")
+    import json
+
+    return compare_payloads(json.loads(path.read_text("utf-8")), run.payload())
+
+
+def write_run_files(run: ResolvedRun, run_dir: Path) -> None:
+    """The resolved config for people (`config.toml`, which `miles run` accepts) and for `--resume` (`run.json`)."""
+    import json
+
+    (run_dir / "logs").mkdir(exist_ok=True)
+    (run_dir / CONFIG_FILE).write_text(run.dump(), "utf-8")
+    (run_dir / PAYLOAD_FILE).write_text(json.dumps(run.payload(), ensure_ascii=False, indent=1), "utf-8")
+
+
+async def drive(run: ResolvedRun, run_dir: Path, view: RunView, resume: checkpoint.Found | None = None) -> RunResult:
+    """Runs to the end. Raises Interrupted (saved), or whatever made the run fail; everything is closed either way."""
+    stop = asyncio.Event()
+    session = Session(run, run_dir, view)
+    reason, began = "failed", time.monotonic()
+    loop: Loop | None = None
+    try:
+        with _stop_on_signals(stop, view):
+            await _open(session, stop)
+            checkpoint.clean(run_dir)
+            loop = Loop(session, stop)
+            first_step = resume.step if resume and resume.path else 0
+            session.rewind_trackers(first_step)
+            if resume and resume.path:
+                await loop.restore(resume.path)
+            session.begin(first_step)
+            result = await loop.run()
+        reason = "already complete" if result.already_complete else "done"
+        session.finish(reason, result, time.monotonic() - began)
+        return result
+    except Interrupted:
+        reason = "interrupted"
+        raise
+    finally:
+        if reason in ("failed", "interrupted"):
+            session.finish(reason, loop.result() if loop else None, time.monotonic() - began)
+        await session.close(reason)
+
+
+async def _open(session: Session, stop: asyncio.Event) -> None:
+    opening = asyncio.ensure_future(session.open())
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not opening.done():
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        raise Interrupted("stopped on request before the first step; there was nothing to save")
+    opening.result()
+
+
+@contextlib.contextmanager
+def _stop_on_signals(stop: asyncio.Event, view: RunView) -> Iterator[None]:
+    """SIGTERM and the first SIGINT ask the run to save and stop; a second SIGINT interrupts at once."""
+    loop = asyncio.get_running_loop()
+
+    def ask(name: str) -> None:
+        view.note(f"{name}: the run will save and stop", "warning")
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    installed = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(number, ask, number.name)
+            installed.append(number)
+    try:
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)

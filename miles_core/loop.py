@@ -1,0 +1,259 @@
+"""One run: open the session, evaluate, train step by step, save. A step reads top to bottom in `Loop.train_step`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miles_core import batch as batching
+from miles_core import checkpoint
+from miles_core.component import metric_value
+from miles_core.errors import Interrupted
+from miles_core.evaluate import evaluate
+from miles_core.session import Session
+from miles_core.types import SampleGroup, StepReport, TrainBatch
+
+
+@dataclass(slots=True)
+class RunResult:
+    """How a run ended: the last step, where things are, and every evaluation as (name, step, metrics)."""
+
+    step: int
+    run_dir: Path
+    model_dir: Path | None = None
+    evaluations: list[tuple[str, int, Mapping[str, float]]] = field(default_factory=list)
+    already_complete: bool = False
+
+
+class Loop:
+    """Training, given an open session. `step` counts finished training steps, `version` the weights of the engines."""
+
+    def __init__(self, session: Session, stop: asyncio.Event) -> None:
+        self.session = session
+        self.stop = stop
+        self.config = session.run.config
+        self.step = 0
+        self.version = 0
+        self.optimizer_steps = 0
+        self.skipped_steps = 0
+        self.evaluations: list[tuple[str, int, Mapping[str, float]]] = []
+
+    async def run(self) -> RunResult:
+        """Trains to `config.steps`. Raises Interrupted after a complete save when `stop` was set."""
+        if self.step >= self.config.steps:
+            return self.result(already_complete=True)
+        if self.step == 0:
+            await self.evaluate_due(first=True)
+        while self.step < self.config.steps:
+            groups = await self._or_stop(self.session.buffer.next_batch(), self.step)
+            await self.train_step(groups)
+            await self.evaluate_due()
+            await self.save_due()
+        return self.result(model_dir=await self._save_model())
+
+    async def train_step(self, groups: list[SampleGroup]) -> None:
+        """One training step on complete, scored groups: columns, advantages, weights, optimizer steps, push."""
+        session, step = self.session, self.step + 1
+        clock = Clock()
+        session.scorer.check_step(groups)
+        batch = batching.collate(groups, self.config, step=step, version=self.version)
+        await self._forward_columns(batch)
+        clock.lap("forward")
+        batches = batching.plan_step(batch, session.judges, self.config, seed=self.config.seed)
+        session.host.observe("miles_batch_ready", step=step, batch=batch)
+        clock.lap("prepare")
+        reports = [await self._optimize(step, minibatch) for minibatch in batches]
+        clock.lap("train")
+        self.step = step
+        if step % self.config.rollout.update_every == 0 or step == self.config.steps:
+            await self._push()
+        clock.lap("sync")
+        self._report(groups, batch, batches, reports, clock)
+
+    async def _forward_columns(self, batch: batching.StepBatch) -> None:
+        """Forward passes for the union of what advantages, corrections and losses read, once per step."""
+        for role, outputs in batching.forward_plan(self.session.needs, batch, self.config).items():
+            self.session.view.phase(f"forward {role}")
+            columns = await self.session.trainer.forward(batch.train, role, frozenset(outputs))
+            for output, column in outputs.items():
+                batch.train.columns[column] = columns[output]
+
+    async def _optimize(self, step: int, minibatch: TrainBatch) -> StepReport:
+        if minibatch.num_trainable == 0:
+            self.skipped_steps += 1
+            self.session.view.note(f"step {step}: nothing to train, the optimizer step is skipped", "warning")
+            return StepReport(step=step, loss=0.0, grad_norm=0.0, lr=0.0, skipped="nothing-trainable")
+        self.session.view.phase("train")
+        self.session.host.observe("miles_before_step", step=step, batch=minibatch)
+        report = await self.session.trainer.step(minibatch)
+        self.optimizer_steps += report.skipped is None
+        return report
+
+    async def _push(self) -> None:
+        """Sends the next version to every engine. Order matters: stale groups first, then the push, then the buffer."""
+        session = self.session
+        session.view.phase("sync")
+        await session.buffer.before_push(self.version + 1)
+        report = await session.push(self.version + 1)
+        self.version += 1
+        session.buffer.advance(self.version)
+        session.host.observe("miles_weights_synced", version=self.version, report=report)
+        for engine in report.engines:
+            if not engine.ok:
+                session.view.note(f"engine {engine.engine} is out of rotation ({engine.phase}: {engine.error})", "warning")
+
+    def _report(
+        self,
+        groups: list[SampleGroup],
+        batch: batching.StepBatch,
+        batches: Sequence[TrainBatch],
+        reports: Sequence[StepReport],
+        clock: Clock,
+    ) -> None:
+        session = self.session
+        metrics = batching.rollout_metrics(groups)
+        metrics |= session.buffer.metrics() | session.scorer.metrics()
+        metrics |= _train_metrics(batches, reports)
+        metrics |= {name: value for name, m in batch.metrics.items() if (value := metric_value(m)) is not None}
+        metrics |= session.custom_metrics(groups, batch.train, list(reports))
+        metrics |= clock.metrics(session.take_rollout_seconds())
+        metrics["step/samples_per_s"] = len(batch.train.samples) / max(metrics["step/seconds"], 1e-9)
+        metrics["run/version"] = float(self.version)
+        metrics["run/optimizer_steps"] = float(self.optimizer_steps)
+        metrics["run/skipped_steps"] = float(self.skipped_steps)
+        if metrics.get("time/rollout"):
+            metrics["rollout/tokens_per_s"] = metrics.get("rollout/tokens", 0.0) / metrics["time/rollout"]
+        if metrics.get("time/train"):
+            metrics["train/tokens_per_s"] = metrics.get("train/tokens", 0.0) / metrics["time/train"]
+        session.log(self.step, metrics, groups)
+
+    async def evaluate_due(self, first: bool = False) -> None:
+        last = self.step == self.config.steps
+        for table in self.config.eval:
+            if first or last or (table.every and self.step % table.every == 0):
+                metrics, groups = await self._or_stop(evaluate(self.session, table), self.step)
+                self.evaluations.append((table.name, self.step, metrics))
+                self.session.view.evaluated(table.name, self.step, metrics, groups)
+                self.session.log_evaluation(self.step, table.name, metrics)
+
+    async def save_due(self) -> None:
+        every = self.config.checkpoint.every
+        if (every and self.step % every == 0) or self.step == self.config.steps:
+            await self.save()
+        if self.stop.is_set() and self.step < self.config.steps:
+            await self._save_and_stop()
+
+    async def save(self) -> Path:
+        self.session.view.phase("save")
+        self.session.flush_trackers()
+        return await checkpoint.save(
+            self.session.run_dir, self.step, self.state(), self.session.trainer.save, self.config.checkpoint.keep
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "version": self.version,
+            "optimizer_steps": self.optimizer_steps,
+            "skipped_steps": self.skipped_steps,
+            **self.session.state(),
+        }
+
+    async def restore(self, folder: Path) -> None:
+        """Continues from a checkpoint: the trainer's and the driver's state, then the weights to every engine."""
+        state = checkpoint.read_state(folder)
+        await self.session.trainer.load(folder / "trainer")
+        self.step, self.version = state["step"], state["version"]
+        self.optimizer_steps, self.skipped_steps = state["optimizer_steps"], state["skipped_steps"]
+        self.session.restore(state)
+        await self.session.push(self.version)
+
+    async def _or_stop(self, work: Any, step: int) -> Any:
+        """The result of `work`, unless the run is asked to stop meanwhile: then a save and Interrupted."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self._save_and_stop()
+        finally:
+            stop.cancel()
+
+    async def _save_and_stop(self) -> None:
+        if checkpoint.find(self.session.run_dir).step != self.step or self.step == 0:
+            await self.save()
+        raise Interrupted(
+            f"stopped on request after step {self.step} of {self.config.steps}; everything is saved",
+            f"go on with: miles run {self.session.run_dir / 'config.toml'} --resume {self.session.run_dir}",
+        )
+
+    async def _save_model(self) -> Path | None:
+        if not self.config.checkpoint.save_model:
+            return None
+        folder = self.session.run_dir / "model"
+        self.session.view.phase("save")
+        await self.session.save_model(folder)
+        return folder
+
+    def result(self, model_dir: Path | None = None, already_complete: bool = False) -> RunResult:
+        return RunResult(
+            step=self.step,
+            run_dir=self.session.run_dir,
+            model_dir=model_dir,
+            evaluations=self.evaluations,
+            already_complete=already_complete,
+        )
+
+
+class Clock:
+    """Seconds per phase of one step."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self, rollout_seconds: float) -> dict[str, float]:
+        """`time/<phase>`; "rollout" is how long the step waited for its groups."""
+        rows = {f"time/{name}": value for name, value in self.seconds.items()} | {"time/rollout": rollout_seconds}
+        rows["step/seconds"] = sum(rows.values())
+        return rows
+
+
+def _train_metrics(batches: Sequence[TrainBatch], reports: Sequence[StepReport]) -> dict[str, float]:
+    """Means over the optimizer steps of one training step, and the gap between engine and trainer before the first."""
+    done = [r for r in reports if r.skipped is None]
+    if not done:
+        return {}
+    rows = {
+        "train/loss": float(np.mean([r.loss for r in done])),
+        "train/grad_norm": float(np.mean([r.grad_norm for r in done])),
+        "train/lr": done[-1].lr,
+        "train/tokens": float(sum(r.tokens for r in done)),
+        "train/trainable_tokens": float(sum(r.trainable for r in done)),
+        "train/peak_gbytes": max(r.peak_bytes for r in done) / 1e9,
+    }
+    for report in done:
+        for name, value in report.seconds.items():
+            rows[f"time/train_{name}"] = rows.get(f"time/train_{name}", 0.0) + value
+        rows |= {f"auxiliary/{name}": value for name, value in report.auxiliary.items()}
+        rows |= {name: value for name, m in report.metrics.items() if (value := metric_value(m)) is not None}
+    first = reports[0]
+    if first.skipped is None and "logprobs" in first.columns:
+        samples = batches[0].samples
+        gap = batching.logprob_gap([s.logprobs for s in samples], first.columns["logprobs"], [s.loss_mask for s in samples])
+        rows |= {f"gap/{name}": value for name, value in gap.items()}
+    return rows
