@@ -1,0 +1,194 @@
+"""Each number is derived beside it. Shape letter: N tokens of a microbatch."""
+
+import json
+import math
+import subprocess
+import sys
+from importlib.resources import files
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+import miles_policy_losses
+from miles_core import LossInputs
+
+torch = pytest.importorskip("torch")
+
+COMPONENTS = {c.name: c for c in miles_policy_losses.miles_losses()}
+
+
+def inputs(columns, *, mask=None, advantages=None):
+    """LossInputs over the given columns; "logprobs" and "entropy" become leaves that collect a gradient."""
+    tensors = {k: torch.tensor(v, dtype=torch.float32) for k, v in columns.items()}
+    for name in {"logprobs", "entropy"} & tensors.keys():
+        tensors[name].requires_grad_()
+    n = len(next(iter(tensors.values())))
+    return SimpleNamespace(tensors=tensors), LossInputs(
+        tokens=torch.zeros(n, dtype=torch.long),
+        mask=torch.ones(n, dtype=torch.bool) if mask is None else torch.tensor(mask),
+        seq_ids=torch.zeros(n, dtype=torch.long),
+        advantages=torch.zeros(n) if advantages is None else torch.tensor(advantages, dtype=torch.float32),
+        multiplier=torch.ones(n),
+        seq=None,
+        get=tensors.__getitem__,
+    )
+
+
+def run(name, x, **options):
+    component = COMPONENTS[name]
+    return component.build(component.config(**options), None)(x)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss"),
+    [
+        (1.5, 1, -1.2),  # above 1 + 0.2: clipped
+        (1.5, -1, 1.5),  # the pessimistic branch is the unclipped one
+        (0.5, 1, -0.5),
+        (0.5, -1, 0.8),  # below 1 - 0.2: clipped
+        (1.0, 2, -2.0),
+    ],
+)
+def test_F7_ppo_clip_sanity(ratio, advantage, loss):
+    _, x = inputs({"logprobs": [math.log(ratio)], "old_logprobs": [0.0]}, advantages=[advantage])
+    assert run("ppo-clip", x).per_token.item() == pytest.approx(loss, rel=1e-6)
+
+
+def test_ppo_clip_bounds_may_differ():
+    _, x = inputs({"logprobs": [math.log(2), math.log(0.5)], "old_logprobs": [0, 0]}, advantages=[1, -1])
+    assert run("ppo-clip", x, clip_low=0.1, clip_high=0.3).per_token.tolist() == pytest.approx([-1.3, 0.9])
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
+    columns = {"logprobs": [math.log(8), math.log(8), math.log(2)], "old_logprobs": [0, 0, 0]}
+    # ratio 8, A -1: min(8, 3); ratio 8, A +1: clipped at 1.2 as ever; ratio 2, A -1: 2 is below the bound of 3.
+    _, x = inputs(columns, advantages=[-1, 1, -1])
+    assert run("ppo-clip", x, dual_clip=3.0).per_token.tolist() == pytest.approx([3.0, -1.2, 2.0])
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_F7_overflowing_ratio_gives_finite_loss_and_gradient(advantage):
+    leaf, x = inputs({"logprobs": [-2.0], "old_logprobs": [-91.0]}, advantages=[advantage])  # exp(89) is inf in fp32
+    out = run("ppo-clip", x)
+    out.per_token.sum().backward()
+    want = {1.0: -1.2, -1.0: math.exp(20), 0.0: 0.0}[advantage]  # e^20 = 4.85e8 after the clamp
+    assert out.per_token.item() == pytest.approx(want, rel=1e-5)
+    assert torch.isfinite(leaf.tensors["logprobs"].grad).all()
+
+
+def test_F7_clamped_tokens_are_counted():
+    _, x = inputs({"logprobs": [-2, -2, -40, -2], "old_logprobs": [-91, -2, -2, -99]}, mask=[True, True, True, False])
+    total, count, reduce = run("ppo-clip", x).metrics["log_ratio_clamped"]
+    assert (float(total), float(count), reduce) == (2, 3, "sum")  # +89 and -38; the fourth is masked
+
+
+@pytest.mark.parametrize("junk", [-91.0, float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("loss", ["ppo-clip", "kl"])
+def test_F7_a_masked_token_contributes_exactly_zero(loss, junk):
+    column = {"ppo-clip": "old_logprobs", "kl": "reference_logprobs"}[loss]
+    leaf, x = inputs({"logprobs": [-2, -1], column: [junk, -1.5]}, mask=[False, True], advantages=[float("nan"), 1])
+    out = run(loss, x)
+    out.per_token.sum().backward()
+    assert out.per_token[0].item() == 0
+    assert leaf.tensors["logprobs"].grad[0].item() == 0
+    assert torch.isfinite(leaf.tensors["logprobs"].grad).all()
+    assert all(math.isfinite(float(total)) for total, _, _ in out.metrics.values())
+
+
+def test_F7_window_case():
+    # Log-ratios 1000 and 0, A = 1; a window [0.5, 5] has masked the first and kept its place in the mean over two.
+    leaf, x = inputs({"logprobs": [1000, 0], "old_logprobs": [0, 0]}, mask=[False, True], advantages=[1, 1])
+    loss = (run("ppo-clip", x).per_token * torch.tensor([0.5, 0.5])).sum()
+    loss.backward()
+    assert loss.item() == -0.5
+    assert leaf.tensors["logprobs"].grad.tolist() == [0, -0.5]
+
+
+@pytest.mark.parametrize("loss", ["ppo-clip", "kl", "entropy"])
+def test_F7_nan_of_a_trained_token_stays_visible(loss):
+    nan = float("nan")
+    _, x = inputs(
+        {"logprobs": [nan, -1], "old_logprobs": [-1, -1], "reference_logprobs": [-1, -1], "entropy": [nan, 1]},
+        advantages=[1, 1],
+    )
+    assert run(loss, x).per_token.isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "d", "value", "gradient"),  # d = log(ref / p); the gradient is with respect to log p = -dk/dd
+    [
+        ("k1", 2.0, -2.0, 1.0),
+        ("k2", 2.0, 2.0, -2.0),  # d^2 / 2, -d
+        ("k3", 0.0, 0.0, 0.0),
+        ("k3", math.log(2), 2 - 1 - math.log(2), -1.0),  # 0.3069, 1 - e^d
+        ("k3", -math.log(2), 0.5 - 1 + math.log(2), 0.5),  # 0.1931
+        ("k3", 100.0, math.exp(20) - 21, 0.0),  # clamped at 20
+    ],
+)
+def test_F7_kl_estimators(estimator, d, value, gradient):
+    leaf, x = inputs({"logprobs": [-1.0], "reference_logprobs": [d - 1.0]})
+    out = run("kl", x, estimator=estimator)
+    out.per_token.sum().backward()
+    assert out.per_token.item() == pytest.approx(value, rel=1e-5, abs=1e-6)
+    assert leaf.tensors["logprobs"].grad.item() == pytest.approx(gradient, rel=1e-5, abs=1e-6)
+
+
+def test_gradient_is_the_policy_gradient_inside_the_clip():
+    # d(-r A)/d logp = -r A with r = e^0.1; outside the clip range and improving (r = 1.5, A = 1) it is 0.
+    leaf, x = inputs({"logprobs": [0.1, math.log(1.5)], "old_logprobs": [0, 0]}, advantages=[2, 1])
+    run("ppo-clip", x).per_token.sum().backward()
+    assert leaf.tensors["logprobs"].grad.tolist() == pytest.approx([-2 * math.exp(0.1), 0])
+
+
+def test_metrics_are_sums_and_counts_over_the_mask():
+    _, x = inputs(
+        {"logprobs": [math.log(1.5), 0, 0], "old_logprobs": [0, 0, 5]}, mask=[True, True, False], advantages=[1, 1, 1]
+    )
+    metrics = {k: (float(s), float(n), r) for k, (s, n, r) in run("ppo-clip", x).metrics.items()}
+    assert metrics == {
+        "clip_fraction": (1, 2, "mean"),
+        "ratio": (2.5, 2, "mean"),
+        "log_ratio_clamped": (0, 2, "sum"),
+        "ratio_max": (1.5, 2, "max"),
+    }
+
+
+def test_entropy_bonus_raises_entropy():
+    leaf, x = inputs({"entropy": [0.5, 2.0]}, mask=[True, False])
+    out = run("entropy", x)
+    out.per_token.sum().backward()
+    assert out.per_token.tolist() == [-0.5, 0]
+    assert leaf.tensors["entropy"].grad.tolist() == [-1, 0]
+    assert float(out.metrics["entropy"][0]) == 0.5
+
+
+def test_an_empty_microbatch_is_allowed():
+    _, x = inputs({"logprobs": [], "old_logprobs": [], "reference_logprobs": [], "entropy": []})
+    for name in COMPONENTS:
+        assert run(name, x).per_token.shape == (0,)
+
+
+@pytest.mark.parametrize("options", [{"clip_low": 1.5}, {"dual_clip": 0.9}, {"log_ratio_clamp": 100.0}, {"clip": 0.2}])
+def test_bad_options_are_refused(options):
+    with pytest.raises(ValidationError):
+        miles_policy_losses.PpoClipConfig(**options)
+
+
+def test_what_each_loss_needs_and_requires():
+    assert {n: c.needed(c.config()) for n, c in COMPONENTS.items()} == {
+        "ppo-clip": {"logprobs", "old_logprobs"},
+        "kl": {"logprobs", "reference_logprobs"},
+        "entropy": {"entropy"},
+    }
+    assert COMPONENTS["kl"].required(miles_policy_losses.KlConfig()) == ("role/reference",)
+
+
+def test_index_names_the_components():
+    index = json.loads(files(miles_policy_losses).joinpath("miles-components.json").read_text())
+    assert [(c["name"], c["summary"]) for c in index["components"]] == [(c.name, c.summary) for c in COMPONENTS.values()]
+
+
+def test_importing_the_plugin_imports_no_torch():
+    code = "import sys, miles_policy_losses as m; list(m.miles_losses()); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
