@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from miles_cli.view import ConsoleView, make_view
 from miles_core.config import ResolvedRun, load
 from miles_core.driver import (
     check_same_run,
@@ -21,8 +22,6 @@ from miles_core.driver import (
 )
 from miles_core.errors import EXIT_OK, ConfigError
 from miles_core.wiring import check_requirements
-
-from .view import ConsoleView, make_view
 
 LATEST = "latest"
 
@@ -100,10 +99,8 @@ def show_plan(run: ResolvedRun, console: Console) -> None:
                 kind, selection.name, f"{selection.plugin.name} {selection.plugin.version}", selection.component.summary
             )
     console.print(table)
-    config = run.config
-    console.print(
-        f"{config.steps} steps of {config.rollout.groups_per_step} x {config.rollout.samples_per_group} samples; the config is valid"
-    )
+    size = f"{run.config.rollout.groups_per_step} x {run.config.rollout.samples_per_group}"
+    console.print(f"{run.config.steps} steps of {size} samples; the config is valid")
     for note in run.notes:
         console.print(f"note: {note}", soft_wrap=True)
 
