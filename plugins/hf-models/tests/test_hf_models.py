@@ -10,12 +10,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from miles_hf_models.gguf_convert import convert, interleaved_to_halves
-from miles_hf_models.local import build_once, fetch, models_dir, silent
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from miles_core.errors import ConfigError, RuntimeMissing, UserError
+from miles_hf_models.gguf_convert import convert, interleaved_to_halves
+from miles_hf_models.local import build_once, fetch, models_dir, silent
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 16, 4, 2, 24, 2
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
