@@ -106,10 +106,15 @@ def show_plan(run: ResolvedRun, console: Console) -> None:
 
 
 def help_command(
-    config: Path, *, plugins: Sequence[str] | None = None, adjust: Sequence[str] = (), files: Sequence[Path] = ()
+    config: Path,
+    *,
+    plugins: Sequence[str] | None = None,
+    adjust: Sequence[str] = (),
+    sets: Sequence[str] = (),
+    files: Sequence[Path] = (),
 ) -> int:
     """`miles run CONFIG --help`: the options of the components that CONFIG selects."""
-    run = load(config, plugins=plugins, adjust=adjust, files=files)
+    run = load(config, sets=sets, plugins=plugins, adjust=adjust, files=files)
     console = make_view().console
     for kind, selections in run.selections.items():
         for selection in selections:

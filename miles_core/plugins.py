@@ -82,10 +82,10 @@ class PluginHost:
         infos = discover(distributions)
         named = switch(infos, plugins, adjust, origin)
         host = cls(infos, origin=origin if plugins is not None else "all installed", strict=strict)
-        host._load(host.builtin, needed=True)
+        host.load(host.builtin, needed=True)
         for info in infos:
             if info.state != "off":
-                host._load(info, needed=info.name in named)
+                host.load(info, needed=info.name in named)
         for file in files:
             host._load_file(Path(file))
         return host
@@ -167,9 +167,9 @@ class PluginHost:
             )
         self.infos.append(info)
         self.registry.infos.append(info)
-        self._load(info, needed=True)
+        self.load(info, needed=True)
 
-    def _load(self, info: PluginInfo, *, needed: bool) -> None:
+    def load(self, info: PluginInfo, *, needed: bool) -> None:
         """Imports and registers `info`, or leaves it "broken" with a reason and nothing of it registered."""
         if info.state in ("broken", "incompatible"):
             if needed:
