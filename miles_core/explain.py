@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
@@ -41,11 +42,21 @@ def _kind_words(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"one of {', '.join(show(e.value) for e in kind)}"
     if (origin or kind) in (tuple, list, set, frozenset):
-        inner = {type_words(a).removeprefix("a ") for a in args if a is not Ellipsis}
-        return f"a list of {inner.pop()}" if len(inner) == 1 else "a list"
+        inner = {type_words(a) for a in args if a is not Ellipsis}
+        return f"a list of {_plural(inner.pop())}" if len(inner) == 1 else "a list"
     if (origin or kind) in (dict, Mapping) or (isinstance(kind, type) and issubclass(kind, BaseModel | Mapping)):
         return "a table"
     return _PLAIN.get(kind, "any value" if kind is Any else str(getattr(kind, "__name__", kind)))
+
+
+def _plural(words: str) -> str:
+    """ "a number above 0" -> "numbers above 0"; "text" has no plural."""
+    head, space, rest = words.removeprefix("a ").partition(" number") if "number" in words else (words, "", "")
+    if words.startswith("a number"):
+        return "numbers" + words.removeprefix("a number")
+    if space:
+        return f"{head} numbers{rest}"
+    return "tables" if words == "a table" else words.removeprefix("a ")
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -135,10 +146,10 @@ def _sentence(item: Mapping[str, Any], annotation: Any, metadata: Iterable[Any])
     if kind in ("value_error", "assertion_error"):
         return str(context["error"])
     if item["loc"] and item["loc"][-1] == "[key]":
-        close = nearest(str(value), [str(a) for a in context.get("expected", "").replace("'", "").split(" or ")])
-        return f"{show(value)} is not a name here; use {context.get('expected', 'another').replace(chr(39), chr(34))}" + (
-            f' (did you mean "{close}"?)' if close else ""
-        )
+        names = re.findall(r"'([^']*)'", context.get("expected", ""))
+        close = nearest(str(value), names)
+        hint = f'; did you mean "{close}"?' if close else ""
+        return f"is no name that can stand here{hint} (names: {', '.join(names)})"
     if kind == "too_short":
         return f"needs at least {context['min_length']} element(s)"
     if kind.endswith(("_type", "_parsing", "_from_float")) or kind in ("literal_error", "enum", "is_instance_of"):

@@ -248,7 +248,6 @@ class _Resolver:
         offered = {n for kind in kinds for n in self._offered(kind)}
         if name.rpartition(":")[2] in offered:
             return
-        table = show_key((*slot.path, name))
         sentence = f'no installed plugin offers {" or ".join(map(a, kinds))} named "{name}"'
         close = nearest(name, [*offered, *slot.cls.model_fields])
         if close:
@@ -257,7 +256,7 @@ class _Resolver:
             sentence += f"; {elsewhere}"
         elif offered:
             sentence += f"; there are {', '.join(sorted(offered))}"
-        self._problem((*slot.path, name), f"[{table}]: {sentence}")
+        self._problem((*slot.path, name), sentence)
 
     def _offered(self, kind: str) -> set[str]:
         """Names of a kind's components in all installed plugins, loaded or not."""
@@ -304,8 +303,11 @@ class _Resolver:
     def _home(self, name: str, table: Key) -> str:
         """Where a key that is misplaced belongs, or ""."""
         here = show_key(tuple(p for p in table if isinstance(p, str)))
-        for field_name, header, owner in self._everything():
-            if field_name == name and header.strip("[]") != here:
+        top = here.partition(".")[0]
+        found = [(h.strip("[]"), h, owner) for field_name, h, owner in self._everything() if field_name == name]
+        found.sort(key=lambda item: item[0].partition(".")[0] != top)  # a neighbour first
+        for path, header, owner in found:
+            if path != here:
                 if not header:
                     return f'"{name}" belongs at the top of the file, before the first [table]'
                 return f'"{name}" belongs under {header}' + (f", {owner}" if owner else "")
