@@ -191,6 +191,8 @@ def show_config(
     adjust: Adjust = None,
     sets: Sets = None,
     files: Files = None,
+    changed: Annotated[bool, typer.Option("--changed", help="Only what is not a default.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of TOML.")] = False,
     traceback: Traceback = False,
 ) -> None:
     """The resolved config: every value, and where it comes from."""
@@ -203,6 +205,8 @@ def show_config(
             adjust=tuple(adjust or ()),
             sets=tuple(sets or ()),
             files=tuple(files or ()),
+            changed=changed,
+            as_json=as_json,
         )
     )
 

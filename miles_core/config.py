@@ -54,14 +54,31 @@ class ResolvedRun:
         """Every selected component, wherever it was selected."""
         return [s for found in self.selections.values() for s in found] + list(self.nested.values())
 
-    def effective(self) -> dict[str, Any]:
+    def effective(self, *, masked: bool = False, changed: bool = False) -> dict[str, Any]:
         """Every value in force, as nested JSON-compatible tables; the options of each selected component stand under
-        its name. What is None is left out, and so are the tables of components that are not selected."""
+        its name. What is None is left out, and so are the tables of components that are not selected. `changed`: only
+        what is not a default."""
         data = self.config.model_dump(mode="json", exclude_none=True)
         for selection in self.chosen():
             if selection.component.config.model_fields:
                 get(data, selection.path)[selection.key] = selection.options.model_dump(mode="json", exclude_none=True)
-        return data if data["roles"] else {name: value for name, value in data.items() if name != "roles"}
+        if not data["roles"]:
+            del data["roles"]
+        if changed:
+            data = self._without_defaults(data, ())
+        return mask_values(data, secret_values(self.host)) if masked else data
+
+    def _without_defaults(self, value: Any, key: Key) -> Any:
+        if isinstance(value, dict):
+            inner = {n: self._without_defaults(v, (*key, n)) for n, v in value.items()}
+            return {n: v for n, v in inner.items() if v not in (None, {}, [None])}
+        if isinstance(value, list) and any(isinstance(v, dict) for v in value):
+            return [self._without_defaults(v, (*key, i)) for i, v in enumerate(value)]
+        return None if self.origin(key).kind in ("default", "plugin") else value
+
+    def leaves(self, *, changed: bool = False) -> list[Key]:
+        """Paths of all values in force that are not tables."""
+        return list(_leaves(self.effective(changed=changed)))
 
     def origin(self, key: Key) -> Origin:
         """Who set the value at `key`: a file, `--set`, a flag, the core's default or that of a plugin's component."""
@@ -73,14 +90,15 @@ class ResolvedRun:
                 return Origin("plugin", selection.plugin.origin)
         return Origin("default")
 
-    def dump(self, *, origins: bool = True) -> str:
+    def dump(self, *, changed: bool = False) -> str:
         """The resolved config as TOML that loads again to an equal run: every effective value, with its origin as a
-        comment, after a table of versions and content hashes. Values of secrets are masked."""
-        secrets = secret_values(self.host)
+        comment, then a table of versions and content hashes. Values of secrets are masked."""
+        comments = {key: str(self.origin(key)) for key in self.leaves()}
+        body = write_toml(self.effective(masked=True, changed=changed), comments)
+        if changed:
+            return body
         header = {"version": __version__, "hook_api": HOOK_API, "config": self.tables.source, "plugins": self.plugins()}
-        comments = {key: str(self.origin(key)) for key in keys_of(self.effective())} if origins else {}
-        body = write_toml(mask_values(self.effective(), secrets), comments)
-        return body + "\n" + write_toml({HEADER: mask_values(header, secrets)}, {})
+        return body + "\n" + write_toml({HEADER: header}, {})
 
     def plugins(self) -> list[dict[str, Any]]:
         """The core and every plugin that takes part: name, distribution, version, content hash, plugin file, and the
@@ -100,12 +118,11 @@ class ResolvedRun:
     def payload(self, *, masked: bool = False) -> dict[str, Any]:
         """All that a worker needs to build the same run, JSON-compatible. `masked`: without the values of secrets, for
         what is written to disk; such a payload can be compared and not be built from."""
-        tables = self.effective()
         return {
             "format": PAYLOAD_FORMAT,
             "miles": __version__,
             "source": self.tables.source,
-            "tables": mask_values(tables, secret_values(self.host)) if masked else tables,
+            "tables": self.effective(masked=masked),
             "plugins": self.plugins(),
         }
 
