@@ -71,7 +71,7 @@ class ResolvedRun:
     def _without_defaults(self, value: Any, key: Key) -> Any:
         if isinstance(value, dict):
             inner = {n: self._without_defaults(v, (*key, n)) for n, v in value.items()}
-            return {n: v for n, v in inner.items() if v not in (None, {}, [None])}
+            return {n: v for n, v in inner.items() if v not in (None, {}) and not (_holds_tables(v) and not any(v))}
         if isinstance(value, list) and any(isinstance(v, dict) for v in value):
             return [self._without_defaults(v, (*key, i)) for i, v in enumerate(value)]
         return None if self.origin(key).kind in ("default", "plugin") else value
