@@ -104,7 +104,8 @@ class BuildContext:
     """Index of an engine replica, or rank of a trainer worker."""
     world_size: int = 1
     rendezvous: str = ""
-    """"tcp://host:port" where the ranks of this role meet; empty when there is one."""
+    """Where the ranks of this role meet, as torch.distributed's `init_method`: "file:///path" or "tcp://host:port";
+    empty when there is one rank."""
     device: str = "auto"
     needs: frozenset[str] = frozenset()
     """Union of the columns that the selected advantages, corrections and losses read."""

@@ -245,7 +245,12 @@ class TrainerRank(ABC):
     def step(self, batch: TrainBatch, role: str = "policy") -> StepReport:
         """Exactly one optimizer step, or none: with nothing trainable on any rank, no optimizer, scheduler or moment
         moves and `skipped` says so. The loss is sum(weight * per_token) over all ranks and nothing else; a rank whose
-        shard is empty takes part in every collective. Raises RunFailed when the loss or its gradient is not finite."""
+        shard is empty takes part in every collective. Raises RunFailed when the loss or its gradient is not finite.
+
+        What the ranks report becomes one report: `loss`, `tokens`, `trainable`, `metrics` and `auxiliary` are this rank's
+        own partial sums over its shard (already reduced inside a data-parallel rank), and the driver adds those of the
+        output ranks; `grad_norm`, `lr` and `skipped` are of the whole step and must agree on all of them; of `seconds`
+        and `peak_bytes` the largest counts; `columns` have one array per sample of the shard."""
 
     @abstractmethod
     def export(self, layout: str, bucket_bytes: int) -> Iterator[Bucket]:
@@ -372,8 +377,10 @@ class WorkerGroup(ABC):
         timeout_s: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Results in rank order. `per_rank[i]` are further positional arguments for rank i alone. The first exception
-        of a worker is raised with its rank's name and remote traceback; a dead worker raises WorkerDied."""
+        """Results in rank order. `per_rank[i]` are further positional arguments for the i-th of `ranks` (or of all)
+        alone. The first exception of a worker is raised with its rank's name and remote traceback; a dead worker raises
+        WorkerDied, also when another one complained first. The methods "@get" (attribute names) and "@place" ask the
+        host of the object; see `miles_core.worker.Hosted`."""
 
     @abstractmethod
     def deaths(self) -> AsyncIterator[Death]: ...
@@ -384,11 +391,13 @@ class WorkerGroup(ABC):
 
 class Allocation(ABC):
     @abstractmethod
-    async def launch(self, role: str) -> WorkerGroup: ...
+    async def launch(self, role: str, payload: Mapping[str, Any]) -> WorkerGroup:
+        """Starts the workers of a role, each hosting what `miles_core.worker.build_object` makes of `payload`, to which
+        role, index, world_size and rendezvous are added. Raises what building raised, or WorkerDied."""
 
     @abstractmethod
     async def replace(self, role: str, index: int) -> None:
-        """Starts worker `index` of `role` again, in its place or on a spare."""
+        """Starts worker `index` of `role` again, in its place or on a spare. Raises RunFailed after `restarts` times."""
 
     @abstractmethod
     async def close(self) -> None: ...
