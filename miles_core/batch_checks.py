@@ -62,10 +62,10 @@ def checked_mask(where: str, part: TrainBatch, masks: Sequence[np.ndarray]) -> R
     return list(masks)
 
 
-def check_zero_outside(where: str, part: TrainBatch, rows: Sequence[np.ndarray]) -> None:
+def check_zero_outside(where: str, samples: Sequence[Sample], rows: Sequence[np.ndarray], masks: Rows) -> None:
     """Raises ContractError when an advantage wrote outside the mask."""
-    for sample, row, mask in zip(part.samples, rows, part.mask, strict=False):
-        if len(row) == len(mask) and np.any(np.asarray(row)[~mask]):
+    for sample, row, mask in zip(samples, rows, masks, strict=True):
+        if np.any(np.asarray(row)[~mask]):
             raise ContractError(f"{where} gave an advantage to a masked token of sample {sample_id(sample)}")
 
 
