@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -25,6 +26,9 @@ from miles_core.errors import ContractError
 from miles_core.judging import Judge, judge_group, judge_overlapped, judge_sample
 from miles_core.reaping import become_subreaper, die_with_parent
 from miles_core.reward_wire import decode_group, read_frame
+
+Build = Callable[[dict[str, Any]], tuple[Any, Any]]
+"""A row of `setup["rewards"]` -> (reward, its context)."""
 
 
 class Replies:
@@ -99,36 +103,42 @@ def run_job(judge: Judge, job: dict[str, Any], body: bytes, replies: Replies, lo
 
 def build_judges(setup: dict[str, Any], replies: Replies) -> dict[str, Judge]:
     """Builds the rewards that `setup["rewards"]` names: from the run's payload, or from modules and files in tests."""
-    find = _selections_of_run(setup) if setup["payload"] is not None else _selections_of_modules(setup)
+    build = _builder_of_run(setup) if setup["payload"] is not None else _builder_of_modules(setup)
     judges = {}
     for row in setup["rewards"]:
         replies.send("building", row["name"])
-        component, options, context = find(row)
-        judges[row["name"]] = Judge.of(row["name"], component.build(options, context), context)
+        reward, context = build(row)
+        judges[row["name"]] = Judge.of(row["name"], reward, context)
     return judges
 
 
-def _selections_of_run(setup: dict[str, Any]) -> Any:
+def _builder_of_run(setup: dict[str, Any]) -> Build:
     from miles_core.config import ResolvedRun
-    from miles_core.wiring import Wiring
+    from miles_core.wiring import Wiring, explained
 
-    run = ResolvedRun.from_payload(setup["payload"])
-    wiring = Wiring(run, run_dir=Path(setup["run_dir"]), role="reward", index=setup["index"])
+    run = ResolvedRun.from_payload(setup["payload"], kinds=("reward", "tokenizer"))
+    model_path = Path(setup["model_path"]) if setup["model_path"] else None
+    run_dir = Path(setup["run_dir"])
+    wiring = Wiring(run, run_dir=run_dir, model_path=model_path, role="reward", index=setup["index"])
     selections = run.all("reward")
 
-    def find(row: dict[str, Any]) -> tuple[Any, Any, Any]:
+    def build(row: dict[str, Any]) -> tuple[Any, Any]:
         selection = selections[row["position"]]
-        return selection.component, selection.options, wiring.context(selection)
+        context = wiring.context(selection)
+        try:
+            return selection.component.build(selection.options, context), context
+        except Exception as error:
+            raise explained(error, selection, "building") from error
 
-    return find
+    return build
 
 
-def _selections_of_modules(setup: dict[str, Any]) -> Any:
+def _builder_of_modules(setup: dict[str, Any]) -> Build:
     from miles_core.component import BuildContext
 
     components = {c.name: c for module in _modules(setup) for c in module.miles_rewards()}
 
-    def find(row: dict[str, Any]) -> tuple[Any, Any, Any]:
+    def build(row: dict[str, Any]) -> tuple[Any, Any]:
         component = components[row["component"]]
         context = BuildContext(
             component=f"reward/{component.name}",
@@ -139,9 +149,9 @@ def _selections_of_modules(setup: dict[str, Any]) -> Any:
             index=setup["index"],
             secrets={name: os.environ[name] for name in component.secrets if name in os.environ},
         )
-        return component, component.config.model_validate_json(row["options"]), context
+        return component.build(component.config.model_validate_json(row["options"]), context), context
 
-    return find
+    return build
 
 
 def _modules(setup: dict[str, Any]) -> list[Any]:

@@ -97,7 +97,8 @@ class Scorer:
                 context = wiring.context(selection)
                 entry.judge = Judge.of(name, component.build(selection.options, context), context)
             entries.append(entry)
-        setup = {"payload": run.payload(), "run_dir": str(run_dir), "seed": run.config.seed}
+        model_path = str(wiring.model_path) if wiring.model_path else ""
+        setup = {"payload": run.payload(), "run_dir": str(run_dir), "model_path": model_path}
         return cls(entries, run.config.rewards, setup, log_dir=run_dir / "logs")
 
     @classmethod
