@@ -561,3 +561,73 @@ def test_inline_rewards_are_for_built_in_components_only():
     component: Component = zoo.COMPONENTS["zoo"]
     entry = Scorer.from_components([("a", component, zoo.Options(), RewardTable(use="zoo"))], files=[ZOO_FILE]).entries[0]
     assert entry.judge is None
+
+
+# --- From a run's config ---------------------------------------------------------------------------------------------
+
+RUN = """
+steps = 1
+[tokenizer]
+use = "nothing"
+[data]
+use = "nothing"
+[rollout]
+use = "nothing"
+groups_per_step = 1
+samples_per_group = 2
+[engine]
+use = "nothing"
+[[loss]]
+use = "nothing"
+[trainer]
+use = "nothing"
+[rewards]
+workers = 2
+[[reward]]
+use = "exact-match"
+[[reward]]
+use = "exact-match"
+name = "digits"
+weight = 0.5
+[reward.exact-match]
+pattern = "[0-9]+"
+[[reward]]
+use = "bonus"
+[reward.bonus]
+bonus = 4.0
+"""
+PLUGIN = """
+import miles_core
+from miles_core import Component, hookimpl
+
+@miles_core.reward("bonus")
+async def bonus(sample, *, bonus: float = 1.0):
+    return bonus if sample.prompt.label in sample.response else 0.0
+
+def _nothing():
+    return [Component(name="nothing", summary="stands in", build=lambda options, context: None)]
+
+miles_tokenizers, miles_data_sources, miles_rollouts, miles_engines, miles_losses, miles_trainers = (
+    hookimpl(lambda: _nothing(), specname=hook) for hook in
+    ("miles_tokenizers", "miles_data_sources", "miles_rollouts", "miles_engines", "miles_losses", "miles_trainers")
+)
+"""
+
+
+def test_the_scorer_of_a_run_builds_its_rewards_in_workers_from_the_payload(tmp_path):
+    from miles_core.config import load
+    from miles_core.wiring import Wiring
+
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "bonus.py").write_text(PLUGIN)
+    run = load(tmp_path / "run.toml", plugins=[], files=[tmp_path / "bonus.py"], distributions=())
+    scorer = Scorer.from_run(run, Wiring(run, run_dir=tmp_path), tmp_path)
+    group = make_group(2, label="7")
+    group.samples[0].response, group.samples[1].response = "is 7", "7"
+    workers = score(scorer, group, after=lambda s: s.worker_pids())
+    assert len(workers) == 2 and (tmp_path / "logs" / "reward-worker-1.log").exists()
+    assert [e.judge is not None for e in scorer.entries] == [True, False, False]  # only plain text comparison is inline
+    assert values(group, "exact-match") == [0.0, 1.0]
+    assert values(group, "digits") == [1.0, 1.0]
+    assert values(group, "bonus") == [4.0, 4.0]
+    assert rewards(group) == [4.5, 5.5]  # 0 + 0.5 * 1 + 4, 1 + 0.5 * 1 + 4
