@@ -140,7 +140,7 @@ def _sentence(item: Mapping[str, Any], annotation: Any, metadata: Iterable[Any])
         return f"is missing; it must be {type_words(annotation, metadata)}"
     if kind in _COMPARED:
         words, name = _COMPARED[kind]
-        return f"must be {words} {show(context[name])}, not {show(value)}"
+        return f"must be {words} {_number(context[name])}, not {show(value)}"
     if kind == "finite_number":
         return f"must be a finite number, not {show(value)}"
     if kind in ("value_error", "assertion_error"):
@@ -184,6 +184,10 @@ def _hint(annotation: Any, value: Any) -> str:
     if int in options and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
     return ""
+
+
+def _number(bound: Any) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
 def _is_number(text: str) -> bool:

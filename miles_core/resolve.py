@@ -340,7 +340,8 @@ class _Resolver:
 
     def _result(self, config: RunConfig) -> Resolved:
         result = Resolved(config)
-        for slot, kind, entry, options, key in self.selected:
+        order = list(RunConfig.model_fields)
+        for slot, kind, entry, options, key in sorted(self.selected, key=lambda item: order.index(str(item[0].path[0]))):
             at = {"source": "path", "model": "spec"}.get(kind, "use")
             selection = Selection(
                 kind=kind,

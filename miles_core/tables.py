@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import datetime
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -154,7 +155,7 @@ def load_tables(path: Path | str) -> Tables:
 
 
 def _load(path: Path, shown: str, stack: tuple[tuple[Path, str], ...]) -> Tables:
-    real = path.resolve()
+    real = Path(os.path.abspath(path))
     if any(real == seen for seen, _ in stack):
         chain = " -> ".join([name for _, name in stack] + [shown])
         raise ConfigError(f"{stack[-1][1]}: extends: these files extend each other in a circle: {chain}")
@@ -212,7 +213,7 @@ def _nearby(path: Path) -> list[str]:
     folder = path.parent
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
-    found = [p for d in dict.fromkeys((folder, Path("recipes"))) if d.is_dir() for p in sorted(d.glob("*.toml"))[:50]]
+    found = sorted(folder.glob("*.toml")) or sorted(Path("recipes").glob("*.toml"))
     if not found:
         return [f"no .toml file in {folder} either"]
     close = difflib.get_close_matches(path.name, [p.name for p in found], n=len(found), cutoff=0.0)
