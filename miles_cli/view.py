@@ -62,9 +62,9 @@ def visible(text: str, limit: int = 60) -> str:
 
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("reward", "reward/mean"),
-    ("length", "rollout/response_length"),
+    ("length", "response_length/mean"),
     ("loss", "train/loss"),
-    ("gap", "gap/mean"),
+    ("gap", "gap/mean_abs"),
     ("rollout tok/s", "rollout/tokens_per_s"),
     ("train tok/s", "train/tokens_per_s"),
     ("s/step", "step/seconds"),
@@ -90,12 +90,11 @@ class ConsoleView(RunView):
     def started(self, info: Mapping[str, Any]) -> None:
         self.info = info
         self.began = time.monotonic()
+        self.line(info["plugins"])
         self.line(
             f"miles {info.get('version', '')} · {info['name']} · {info['steps']} steps of "
             f"{info['groups_per_step']} x {info['samples_per_group']} samples"
         )
-        plugins = ", ".join(info["plugins"]) or "only the built-in ones"
-        self.line(f"plugins ({info.get('plugins_origin', 'all installed')}): {plugins}")
         self.line(f"run folder: {info['run_dir']}")
 
     def phase(self, name: str, done: int = 0, total: int = 0, unit: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -79,18 +80,14 @@ def check_same_run(run: ResolvedRun, run_dir: Path) -> list[str]:
     path = run_dir / PAYLOAD_FILE
     if not path.is_file():
         raise ConfigError(f"{run_dir} is not a run folder: it has no {PAYLOAD_FILE}")
-    import json
-
-    return compare_payloads(json.loads(path.read_text("utf-8")), run.payload())
+    return compare_payloads(json.loads(path.read_text("utf-8")), run.payload(masked=True))
 
 
 def write_run_files(run: ResolvedRun, run_dir: Path) -> None:
     """The resolved config for people (`config.toml`, which `miles run` accepts) and for `--resume` (`run.json`)."""
-    import json
-
     (run_dir / "logs").mkdir(exist_ok=True)
     (run_dir / CONFIG_FILE).write_text(run.dump(), "utf-8")
-    (run_dir / PAYLOAD_FILE).write_text(json.dumps(run.payload(), ensure_ascii=False, indent=1), "utf-8")
+    (run_dir / PAYLOAD_FILE).write_text(json.dumps(run.payload(masked=True), ensure_ascii=False, indent=1), "utf-8")
 
 
 async def drive(run: ResolvedRun, run_dir: Path, view: RunView, resume: checkpoint.Found | None = None) -> RunResult:

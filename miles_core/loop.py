@@ -14,7 +14,7 @@ import numpy as np
 from miles_core import batch as batching
 from miles_core import checkpoint
 from miles_core.component import metric_value
-from miles_core.errors import Interrupted
+from miles_core.errors import DataError, Interrupted
 from miles_core.evaluate import evaluate
 from miles_core.session import Session
 from miles_core.types import SampleGroup, StepReport, TrainBatch
@@ -42,6 +42,8 @@ class Loop:
         self.version = 0
         self.optimizer_steps = 0
         self.skipped_steps = 0
+        self.rollout_seconds = 0.0
+        self.ended = False
         self.evaluations: list[tuple[str, int, Mapping[str, float]]] = []
 
     async def run(self) -> RunResult:
@@ -51,21 +53,65 @@ class Loop:
         if self.step == 0:
             await self.evaluate_due(first=True)
         while self.step < self.config.steps:
-            groups = await self._or_stop(self.session.buffer.next_batch(), self.step)
+            groups = await self._or_stop(self._next_groups(), self.step)
+            if not groups:
+                break
             await self.train_step(groups)
             await self.evaluate_due()
             await self.save_due()
+        await self._end_early()
         return self.result(model_dir=await self._save_model())
+
+    async def _next_groups(self) -> list[SampleGroup]:
+        """The groups of the next step; meanwhile engines that fell out of rotation are brought back."""
+        self.session.host.observe("miles_before_rollout", step=self.step + 1, version=self.version)
+        began = time.perf_counter()
+        async with self.session.pool.repairing():
+            groups = await self.session.buffer.next_batch()
+        self.rollout_seconds = time.perf_counter() - began
+        return groups
+
+    async def _end_early(self) -> None:
+        """A data source with a fixed number of epochs may end before `steps`: said, evaluated and saved like the end.
+
+        Raises DataError when not a single step could be trained."""
+        if self.step >= self.config.steps:
+            return
+        if self.step == 0:
+            raise DataError(
+                f"the data ended before one step was full (rollout.groups_per_step = {self.config.rollout.groups_per_step})"
+            )
+        self.session.view.note(f"the data ended after step {self.step} of {self.config.steps}", "warning")
+        self.ended = True
+        await self.evaluate_due()
+        await self.save_due()
 
     async def train_step(self, groups: list[SampleGroup]) -> None:
         """One training step on complete, scored groups: columns, advantages, weights, optimizer steps, push."""
         session, step = self.session, self.step + 1
         clock = Clock()
         session.scorer.check_step(groups)
-        batch = batching.collate(groups, self.config, step=step, version=self.version)
-        await self._forward_columns(batch)
+        batch = batching.prepare(
+            groups,
+            train_truncated=self.config.train.train_truncated,
+            version=self.version,
+            max_lag=self.config.rollout.max_lag,
+            fields=session.fields,
+        )
+        await self._forward_columns(batch, step)
         clock.lap("forward")
-        batches = batching.plan_step(batch, session.judges, self.config, seed=self.config.seed)
+        batching.apply_advantages(batch, session.advantages)
+        batches = batching.make_batches(
+            batch,
+            self.config.train,
+            constant_length=self.config.rollout.sampling.max_new_tokens,
+            corrections=session.corrections,
+            needs=session.loss_needs,
+            scopes=session.scopes,
+            seed=self.config.seed,
+            step=step,
+            version=self.version,
+        )
         session.host.observe("miles_batch_ready", step=step, batch=batch)
         clock.lap("prepare")
         reports = [await self._optimize(step, minibatch) for minibatch in batches]
@@ -76,13 +122,17 @@ class Loop:
         clock.lap("sync")
         self._report(groups, batch, batches, reports, clock)
 
-    async def _forward_columns(self, batch: batching.StepBatch) -> None:
+    async def _forward_columns(self, batch: batching.RolloutBatch, step: int) -> None:
         """Forward passes for the union of what advantages, corrections and losses read, once per step."""
-        for role, outputs in batching.forward_plan(self.session.needs, batch, self.config).items():
-            self.session.view.phase(f"forward {role}")
-            columns = await self.session.trainer.forward(batch.train, role, frozenset(outputs))
-            for output, column in outputs.items():
-                batch.train.columns[column] = columns[output]
+        session = self.session
+        wanted = session.forward_roles(self.config.train)
+        if not wanted or not any(m.any() for m in batch.mask):
+            return
+        whole = TrainBatch(samples=batch.samples, mask=batch.mask, step=step, version=self.version)
+        for role, column, output in wanted:
+            session.view.phase(f"forward {role}")
+            rows = await session.trainer.forward(whole, role, frozenset({output}))
+            batch.put(column, rows[output], f"trainer forward of {role}")
 
     async def _optimize(self, step: int, minibatch: TrainBatch) -> StepReport:
         if minibatch.num_trainable == 0:
@@ -111,7 +161,7 @@ class Loop:
     def _report(
         self,
         groups: list[SampleGroup],
-        batch: batching.StepBatch,
+        batch: batching.RolloutBatch,
         batches: Sequence[TrainBatch],
         reports: Sequence[StepReport],
         clock: Clock,
@@ -121,20 +171,20 @@ class Loop:
         metrics |= session.buffer.metrics() | session.scorer.metrics()
         metrics |= _train_metrics(batches, reports)
         metrics |= {name: value for name, m in batch.metrics.items() if (value := metric_value(m)) is not None}
-        metrics |= session.custom_metrics(groups, batch.train, list(reports))
-        metrics |= clock.metrics(session.take_rollout_seconds())
-        metrics["step/samples_per_s"] = len(batch.train.samples) / max(metrics["step/seconds"], 1e-9)
+        metrics |= session.custom_metrics(groups, batches, list(reports))
+        metrics |= clock.metrics(self.rollout_seconds)
+        metrics["step/samples_per_s"] = len(batch.samples) / max(metrics["step/seconds"], 1e-9)
         metrics["run/version"] = float(self.version)
         metrics["run/optimizer_steps"] = float(self.optimizer_steps)
         metrics["run/skipped_steps"] = float(self.skipped_steps)
         if metrics.get("time/rollout"):
-            metrics["rollout/tokens_per_s"] = metrics.get("rollout/tokens", 0.0) / metrics["time/rollout"]
+            metrics["rollout/tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / metrics["time/rollout"]
         if metrics.get("time/train"):
             metrics["train/tokens_per_s"] = metrics.get("train/tokens", 0.0) / metrics["time/train"]
         session.log(self.step, metrics, groups)
 
     async def evaluate_due(self, first: bool = False) -> None:
-        last = self.step == self.config.steps
+        last = self.ended or self.step == self.config.steps
         for table in self.config.eval:
             if first or last or (table.every and self.step % table.every == 0):
                 metrics, groups = await self._or_stop(evaluate(self.session, table), self.step)
@@ -144,7 +194,7 @@ class Loop:
 
     async def save_due(self) -> None:
         every = self.config.checkpoint.every
-        if (every and self.step % every == 0) or self.step == self.config.steps:
+        if (every and self.step % every == 0) or self.ended or self.step == self.config.steps:
             await self.save()
         if self.stop.is_set() and self.step < self.config.steps:
             await self._save_and_stop()
