@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from miles_cli.plugins import app as plugins_app
+from miles_cli.quick import QuickCommand, QuickGroup
 from miles_core.errors import EXIT_FAILED, EXIT_INTERRUPTED, MilesError
 
 LATEST = "latest"
@@ -24,7 +25,7 @@ TRACEBACK_VARIABLE = "MILES_TRACEBACK"
 _wants = {"traceback": False}
 
 
-class MilesGroup(TyperGroup):
+class MilesGroup(QuickGroup):
     """The built-in commands, and those of plugins: listed from metadata, imported when invoked."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -55,7 +56,7 @@ class MilesGroup(TyperGroup):
             raise SystemExit(EXIT_INTERRUPTED) from None
 
 
-class RunCommand(TyperCommand):
+class RunCommand(QuickCommand):
     """Two things that options alone cannot do: `--resume` with or without a value, and `CONFIG --help`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -73,9 +74,9 @@ class RunCommand(TyperCommand):
                 help_command(
                     given["config"],
                     plugins=names(given.get("plugins")),
-                    adjust=given.get("adjust") or (),
-                    sets=given.get("sets") or (),
-                    files=given.get("files") or (),
+                    adjust=tuple(given.get("adjust") or ()),
+                    sets=tuple(given.get("sets") or ()),
+                    files=tuple(given.get("files") or ()),
                 )
             )
         ctx.exit(0)

@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from miles_cli.quick import QuickCommand, QuickGroup
 from miles_core.errors import EXIT_FAILED, EXIT_OK
 
 if TYPE_CHECKING:
     from miles_core.discovery import PluginInfo
 
-app = typer.Typer(help="Installed plugins: what there is, what each offers, what is wrong.", no_args_is_help=True)
+app = typer.Typer(
+    cls=QuickGroup,
+    help="Installed plugins: what there is, what each offers, what is wrong.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
-@app.command("list")
+@app.command("list", cls=QuickCommand)
 def list_plugins() -> None:
     """Every installed plugin and its state, from metadata: imports none."""
     raise typer.Exit(list_command())

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import Field, create_model
+from pydantic import Field, PydanticUserError, create_model
 
 from miles_core.component import BuildContext, Component, ComponentConfig, NoOptions, Requires
 from miles_core.errors import ContractError, PluginError
@@ -190,8 +190,11 @@ def options_of(function: Callable[..., Any], kind: str, name: str, arguments: tu
     with warnings.catch_warnings():  # an option may be called "json" or "copy"; configs are only ever read by field
         warnings.filterwarnings("ignore", message="Field name .* shadows an attribute")
         try:
-            return create_model(title, __base__=ComponentConfig, __module__=function.__module__, **fields)
-        except (TypeError, NameError, ValueError) as error:
+            config = create_model(title, __base__=ComponentConfig, __module__=function.__module__, **fields)
+            if not any(field.is_required() for field in config.model_fields.values()):
+                config()  # a default of the wrong type is the author's error, not that of whoever selects it
+            return config
+        except (PydanticUserError, TypeError, NameError, ValueError) as error:
             raise PluginError(f"{at}: {' '.join(str(error).split())}") from error
 
 
