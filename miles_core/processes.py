@@ -25,6 +25,7 @@ EXIT_LIMIT_S = 10.0
 SETTLE_S = 1.0
 """After one rank failed, how long the others may take to fail too: the first to complain is often not the cause."""
 TAIL_LINES = 12
+STACK_LINES = 40
 
 _OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
@@ -105,7 +106,7 @@ class WorkerProcess:
         if self._process is not None and self.death is None:
             self._signal(signal.SIGUSR1, whole_group=False)
 
-    def log_tail(self) -> str:
+    def log_tail(self, num_lines: int = TAIL_LINES) -> str:
         """The last lines that this worker wrote, indented, under the path of its log."""
         try:
             with self.log.open("rb") as file:
@@ -113,7 +114,7 @@ class WorkerProcess:
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             lines = []
-        return "\n    ".join([f"log: {self.log}", *lines[-TAIL_LINES:]])
+        return "\n    ".join([f"log: {self.log}", *lines[-num_lines:]])
 
     def _spawn(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -275,4 +276,6 @@ async def _explain_silence(workers: Sequence[Any], method: str, timeout_s: float
         worker.dump_stacks()
     await asyncio.sleep(0.2)
     names = ", ".join(worker.name for worker in workers)
-    return CallTimeout(f'no answer to "{method}" within {timeout_s:g} s from {names}', *(w.log_tail() for w in workers))
+    return CallTimeout(
+        f'no answer to "{method}" within {timeout_s:g} s from {names}', *(w.log_tail(STACK_LINES) for w in workers)
+    )

@@ -102,9 +102,9 @@ class Hosted:
     def dump_stacks(self) -> None:
         """Nothing to do beforehand: `log_tail` reads the stack itself."""
 
-    def log_tail(self) -> str:
+    def log_tail(self, num_lines: int = 12) -> str:
         """Where its serial thread stands, as far as this process can see."""
-        return "\n    ".join(["in the driver's process:", *self._thread.stack()[-8:]])
+        return "\n    ".join(["in the driver's process:", *self._thread.stack()[-num_lines:]])
 
     async def close(self) -> None:
         """Closes the object, if it has a `close`; queued behind a plain call that is still running."""
