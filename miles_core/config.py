@@ -14,7 +14,7 @@ from miles_core.errors import ConfigError, PluginError
 from miles_core.hookspecs import HOOK_API
 from miles_core.plugins import PluginHost, chosen_plugins
 from miles_core.resolve import Selection, resolve, table_at
-from miles_core.settings import RunConfig
+from miles_core.settings import EvalTable, RunConfig
 from miles_core.tables import Key, Origin, Tables, get, keys_of, load_tables, parse_set, show_key
 
 PAYLOAD_FORMAT = 1
@@ -49,6 +49,11 @@ class ResolvedRun:
 
     def all(self, kind: str) -> list[Selection]:
         return list(self.selections.get(kind, ()))
+
+    def data_for(self, table: EvalTable) -> Selection:
+        """Where an evaluation's prompts come from: its own `[eval.data]`, or training's source."""
+        index = next(i for i, t in enumerate(self.config.eval) if t is table)
+        return self.nested.get(f"eval[{index}].data") or self.one("data")
 
     def chosen(self) -> list[Selection]:
         """Every selected component, wherever it was selected."""

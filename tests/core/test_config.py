@@ -80,7 +80,9 @@ def test_evaluations_stop_where_training_does_and_stay_greedy_when_partly_set(di
     sampling = run.config.eval[0].sampling
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p) == (6, 0.0, 0.5)
     assert run.nested["eval[0].data"].id == "data/rows"
-    assert len(run.all("data")) == 1
+    assert run.data_for(run.config.eval[0]) is run.nested["eval[0].data"] and len(run.all("data")) == 1
+    plain = run_of(dists, CONFIG + "[[eval]]\nevery = 1\n")
+    assert plain.data_for(plain.config.eval[0]) is plain.one("data")
 
 
 def test_loading_is_quick(dists: Dists):
