@@ -49,7 +49,12 @@ error that says where the key belongs. `miles show-config FILE` prints every val
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([INTRO, *core_part(), COMPONENTS, "", *component_part()]).rstrip("\n") + "\n"
+    return core_page() + "\n".join([COMPONENTS, "", *component_part()]).rstrip("\n") + "\n"
+
+
+def core_page() -> str:
+    """The page up to the components; needs no plugin."""
+    return "\n".join([INTRO, *core_part(), ""])
 
 
 def core_part() -> Iterator[str]:
