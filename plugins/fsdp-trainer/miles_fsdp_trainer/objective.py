@@ -1,0 +1,170 @@
+"""Losses over one microbatch: what they are given, and how their terms become one exact number.
+
+Letters: M tokens of all samples of the microbatch one after another, S samples, P tokens with a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from miles_core.component import merge_metric
+from miles_core.errors import ConfigError, ContractError
+from miles_core.types import LossInputs, LossOutput, Metric, TrainBatch
+from miles_fsdp_trainer.microbatch import Microbatch
+
+COMPUTED = ("logprobs", "entropy", "logsumexp", "values")
+
+
+class Term(NamedTuple):
+    """One `[[loss]]` table."""
+
+    name: str
+    function: Callable[[LossInputs], LossOutput]
+    weight: float
+
+
+class TopK(NamedTuple):
+    """What "topk:K" gives: the K most likely tokens at each place, and their differentiable log-probabilities."""
+
+    ids: torch.Tensor
+    """int64 [M, K]"""
+    logprobs: torch.Tensor
+    """fp32 [M, K]"""
+
+
+class Sequences:
+    """Reductions over the masked tokens of each sample; all differentiable."""
+
+    def __init__(self, seq_ids: torch.Tensor, mask: torch.Tensor, count: int):
+        self.seq_ids, self.mask, self.count = seq_ids, mask, count
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """[M] -> [S]"""
+        kept = values.where(self.mask, values.new_zeros(()))
+        return values.new_zeros(self.count).index_add(0, self.seq_ids, kept)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """[M] -> [S]; 0 for a sample without masked tokens."""
+        return self.sum(values) / self.sum(torch.ones_like(values)).clamp(min=1)
+
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """[S] -> [M]"""
+        return values.index_select(0, self.seq_ids)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a rank gathers over its microbatches."""
+
+    loss: float = 0.0
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    """Losses that were not finite, with the samples concerned."""
+
+    def add(self, name: str, metric: tuple[Any, Any, Any]) -> None:
+        total, count, reduce = metric
+        self.metrics[name] = merge_metric(self.metrics.get(name), (float(total), float(count), reduce))
+
+
+def loss_inputs(batch: TrainBatch, micro: Microbatch, masks: Sequence[Any], outputs: dict[str, torch.Tensor]) -> LossInputs:
+    """The microbatch as a loss sees it. Everything is 0 outside the mask, so that what a tool or a prompt token carries
+    in a column - NaN too - cannot reach the loss or its gradient."""
+    mask = micro.flat(masks, torch.bool)
+    lengths = torch.tensor(micro.lengths, device=micro.device)
+    seq_ids = torch.repeat_interleave(torch.arange(len(micro.indices), device=micro.device), lengths)
+    cache: dict[str, Any] = {}
+
+    def column(name: str) -> torch.Tensor:
+        values = micro.flat(batch.columns[name])
+        shape = (-1,) + (1,) * (values.dim() - 1)
+        return values.where(mask.view(shape), values.new_zeros(()))
+
+    def compute(name: str) -> Any:
+        if name.startswith("topk:") and "topk_ids" in outputs:
+            k = int(name.removeprefix("topk:"))
+            ids, logprobs = outputs["topk_ids"][:, :k], outputs["topk_logprobs"][:, :k]
+            return TopK(micro.scatter(ids), micro.scatter(logprobs))
+        if name in COMPUTED and name in outputs:
+            return micro.scatter(outputs[name])
+        if name == "old_logprobs" and batch.old_is_current:
+            return get("logprobs").detach()
+        if name in batch.columns:
+            return column(name)
+        known = sorted({*batch.columns, *(COMPUTED[:3] if "logprobs" in outputs else ()), *outputs} - {"topk_ids"})
+        raise ContractError(
+            f'a loss asked for "{name}", which its `needs` did not announce', f"here are: {', '.join(known)}"
+        )
+
+    def get(name: str) -> Any:
+        if name not in cache:
+            cache[name] = compute(name)
+        return cache[name]
+
+    def optional(name: str, default: float) -> torch.Tensor:
+        return column(name) if name in batch.columns else torch.full(mask.shape, default, device=micro.device)
+
+    return LossInputs(
+        tokens=micro.flat([sample.tokens for sample in batch.samples], torch.long),
+        mask=mask,
+        seq_ids=seq_ids,
+        advantages=optional("advantages", 0.0),
+        multiplier=optional("multiplier", 1.0),
+        seq=Sequences(seq_ids, mask, len(micro.indices)),
+        get=get,
+    )
+
+
+def total_loss(
+    terms: Sequence[Term], scopes: frozenset[str], batch: TrainBatch, micro: Microbatch, x: LossInputs, tally: Tally
+) -> torch.Tensor | None:
+    """Sum over terms and tokens of weight of the table * token weight of the scope * multiplier * per-token loss.
+
+    Only terms whose output has one of `scopes` count; None when there are none. Multipliers are corrections of the
+    policy's importance weights and apply to scope "policy". Non-finite terms are recorded in `tally.failures`.
+    """
+    total: torch.Tensor | None = None
+    for term in terms:
+        out = term.function(x)
+        if out.scope not in scopes:
+            continue
+        if out.per_token.shape != x.mask.shape:
+            raise ContractError(
+                f'loss "{term.name}" returned shape {tuple(out.per_token.shape)} for {len(x.mask)} tokens; one number per '
+                "token is due"
+            )
+        if out.scope not in batch.token_weights:
+            raise ConfigError(f'loss "{term.name}" has scope "{out.scope}", but the batch has no token weights for it')
+        weights = micro.flat(batch.token_weights[out.scope]) * term.weight
+        if out.scope == "policy":
+            weights = weights * x.multiplier
+        weighted = out.per_token.where(x.mask, out.per_token.new_zeros(())) * weights
+        value = weighted.sum()
+        _record(term, out, value, weighted, batch, micro, x, tally)
+        total = value if total is None else total + value
+    return total
+
+
+def _record(
+    term: Term,
+    out: LossOutput,
+    value: torch.Tensor,
+    weighted: torch.Tensor,
+    batch: TrainBatch,
+    micro: Microbatch,
+    x: LossInputs,
+    tally: Tally,
+) -> None:
+    number = value.item()
+    tally.loss += number
+    tally.add(f"loss/{term.name}/value", (number, 1.0, "sum"))
+    for name, metric in out.metrics.items():
+        tally.add(f"loss/{term.name}/{name}", metric)
+    if number != number or number in (float("inf"), float("-inf")):
+        bad = x.seq_ids[~torch.isfinite(weighted.detach())].unique().tolist() or range(len(micro.indices))
+        ids = [batch.samples[micro.indices[s]].trajectory_id for s in bad]
+        shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+        tally.failures.append(f'loss "{term.name}" is {number} in samples {shown}')

@@ -1,0 +1,384 @@
+"""One rank of the trainer `fsdp`."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from miles_core import BuildContext
+from miles_core.errors import ConfigError, RunFailed, RuntimeMissing
+from miles_core.interfaces import TrainerRank
+from miles_core.types import Bucket, RankInfo, StepReport, TrainBatch
+from miles_fsdp_trainer import FsdpConfig, weights
+from miles_fsdp_trainer.microbatch import Microbatch, masks_of, microbatches
+from miles_fsdp_trainer.model import PackedModel, load_model, shard
+from miles_fsdp_trainer.objective import Tally, Term, loss_inputs, total_loss
+from miles_fsdp_trainer.optim import Optimizer
+from miles_fsdp_trainer.selfcheck import check_packing
+
+SCOPES = {"policy": frozenset({"policy", "pair"}), "critic": frozenset({"value"})}
+"""Scopes of the losses that train each role."""
+
+
+@dataclass(slots=True)
+class Role:
+    """A model that this rank holds; `optimizer` is None for a frozen one."""
+
+    name: str
+    model: PackedModel
+    optimizer: Optimizer | None
+
+
+class FsdpRank(TrainerRank):
+    """See `TrainerRank`. All ranks are data parallel; every public method but `close` is collective."""
+
+    def __init__(self, config: FsdpConfig, context: BuildContext):
+        self.config, self.context = config, context
+        self.rank, self.world_size = context.index, context.world_size
+        self.device = torch.device("cpu")
+        self.roles: dict[str, Role] = {}
+        self.terms: list[Term] = []
+        self.extensions: list[Any] = []
+        self.steps = 0
+        self._joined = False
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> RankInfo:
+        self.device = self._pick_device()
+        if self.world_size > 1 and not dist.is_initialized():
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, init_method=self.context.rendezvous, rank=self.rank, world_size=self.world_size
+            )
+            self._joined = True
+        run = self.context.run_config
+        for name in ("policy", *[n for n in ("reference", "critic") if n in run.roles]):
+            if name == "policy" or run.roles[name].use == "trainer":
+                self.roles[name] = self._load_role(name)
+        check_packing(self.roles["policy"].model, self.config, self.device)
+        select = self.context.select or (lambda kind: ())
+        names = [name for name, _ in select("loss")]
+        self.terms = [
+            Term(f"{name}-{i}" if names.count(name) > 1 else name, function, table.weight)
+            for i, ((name, function), table) in enumerate(zip(select("loss"), run.loss, strict=True))
+        ]
+        self.extensions = [extension for _, extension in select("extension")]
+        for extension in self.extensions:
+            extension.setup(self)
+        place = f"{self.device}, {self.config.dtype}" + (", FSDP2" if self.world_size > 1 else "")
+        return RankInfo(
+            rank=self.rank, world_size=self.world_size, dp_rank=self.rank, dp_size=self.world_size, description=place
+        )
+
+    def _pick_device(self) -> torch.device:
+        wanted = self.config.device if self.config.device != "auto" else self.context.device
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(wanted)
+        if device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise RuntimeMissing(f'trainer fsdp: device = "{wanted}", but torch sees no GPU here')
+            if device.index is None:
+                device = torch.device("cuda", self.rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        return device
+
+    def _load_role(self, name: str) -> Role:
+        run = self.context.run_config
+        own = run.roles[name].path if name != "policy" else ""
+        path = Path(own) if own else self.context.model_path
+        if path is None:
+            raise ConfigError("trainer fsdp: the run has no model folder", "set [model] path")
+        single = self.world_size == 1
+        model = load_model(path, self.config, value_head=name == "critic", single=single)
+        if name == "reference":
+            model.requires_grad_(False)
+        if single:
+            model.to(self.device)
+        else:
+            shard(model, dist.init_device_mesh(self.device.type, (self.world_size,)), self.config)
+        optimizer = None
+        if name != "reference":
+            peak = (self.config.critic_lr or self.config.lr) if name == "critic" else self.config.lr
+            total = run.steps * run.train.minibatches * run.train.epochs
+            optimizer = Optimizer(model.named_parameters(), self.config, peak, total)
+        return Role(name, model, optimizer)
+
+    def close(self) -> None:
+        self.roles.clear()
+        if self._joined:
+            dist.destroy_process_group()
+            self._joined = False
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: TrainBatch, role: str, outputs: frozenset[str]) -> dict[str, list[np.ndarray]]:
+        model = self._role(role).model
+        possible = {"values"} if role == "critic" else {"logprobs", "entropy", "logsumexp"}
+        if outputs - possible:
+            raise ConfigError(
+                f"trainer fsdp: role {role} cannot give {', '.join(sorted(outputs - possible))}",
+                f"it gives {', '.join(sorted(possible))}",
+            )
+        result = {name: [np.zeros(s.num_tokens, np.float32) for s in batch.samples] for name in outputs}
+        masks = masks_of(batch)
+        own, stream = self._microbatches(batch, masks)
+        with torch.no_grad():
+            for _ in range(self._reduce([own], "max")[0]):
+                micro = next(stream)
+                out = model(micro.inputs, outputs)
+                for name in outputs if micro.indices else ():
+                    for i, values in zip(micro.indices, micro.split(micro.scatter(out[name])), strict=True):
+                        result[name][i] = values
+        return result
+
+    def step(self, batch: TrainBatch, role: str = "policy") -> StepReport:
+        holder = self._role(role)
+        if holder.optimizer is None:
+            raise ConfigError(f"trainer fsdp: role {role} is frozen and cannot be trained")
+        seconds = dict.fromkeys(("pack", "forward", "backward", "optimizer"), 0.0)
+        masks = masks_of(batch)
+        own, stream = self._timed(seconds, "pack", self._microbatches, batch, masks)
+        trainable, tokens = sum(int(m.sum()) for m in masks), sum(s.num_tokens for s in batch.samples)
+        rounds, anywhere = self._reduce([own], "max")[0], self._reduce([trainable], "sum")[0]
+        report = StepReport(
+            step=batch.step, loss=0.0, grad_norm=0.0, lr=holder.optimizer.lr, tokens=tokens, trainable=trainable
+        )
+        if role == "policy":
+            report.columns["logprobs"] = [np.zeros(s.num_tokens, np.float32) for s in batch.samples]
+        report.seconds = seconds
+        if anywhere == 0:
+            report.skipped = "nothing trainable"
+            return report
+        tally = Tally()
+        for _ in range(rounds):
+            micro = self._timed(seconds, "pack", next, stream)
+            self._accumulate(holder, batch, micro, masks, tally, report)
+        self._raise_together(tally.failures)
+        norm = self._timed(seconds, "optimizer", holder.optimizer.grad_norm)
+        if not np.isfinite(norm):
+            self._refuse_gradient(holder, batch)
+        self._timed(seconds, "optimizer", holder.optimizer.step, norm)
+        self.steps += role == "policy"
+        report.loss, report.grad_norm, report.metrics = tally.loss, norm, tally.metrics
+        report.peak_bytes = self._peak_bytes()
+        return report
+
+    def _accumulate(
+        self, holder: Role, batch: TrainBatch, micro: Microbatch, masks: Sequence[Any], tally: Tally, report: StepReport
+    ) -> None:
+        """Forward and backward of one microbatch; gradients add up in the parameters."""
+        context = {"role": holder.name, "pp_rank": 0, "model_chunk": 0, "recompute": self.config.activation_checkpointing}
+        with ExitStack() as stack:
+            for extension in self.extensions:
+                stack.enter_context(extension.around_forward(micro, context))
+            began = self._now()
+            outputs = holder.model(micro.inputs, self._wanted())
+            loss = 0.0 * outputs["values" if holder.name == "critic" else "logprobs"].sum()
+            if micro.indices:
+                x = loss_inputs(batch, micro, masks, outputs)
+                own = total_loss(self.terms, SCOPES[holder.name], batch, micro, x, tally)
+                if own is None:
+                    raise ConfigError(f"trainer fsdp: no loss trains role {holder.name}", "add a [[loss]] for it")
+                loss = loss + own if own.requires_grad else loss
+                tally.add("packing/computed_tokens", (micro.num_computed, 1.0, "sum"))
+                if holder.name == "policy":
+                    for i, values in zip(micro.indices, micro.split(x.get("logprobs")), strict=True):
+                        report.columns["logprobs"][i] = values
+        report.seconds["forward"] += self._now() - began
+        with ExitStack() as stack:
+            for extension in self.extensions:
+                stack.enter_context(extension.around_backward(micro, context))
+            self._timed(report.seconds, "backward", loss.backward)
+
+    def _wanted(self) -> frozenset[str]:
+        return frozenset(n for n in self.context.needs if n == "entropy" or n.startswith("topk:"))
+
+    def _microbatches(self, batch: TrainBatch, masks: Sequence[Any]) -> tuple[int, Iterator[Microbatch]]:
+        budget = self.config.max_tokens or (16384 if self.device.type == "cuda" else 1024)
+        return microbatches(
+            batch,
+            masks,
+            device=self.device,
+            max_tokens=budget,
+            packing=self.config.packing,
+            share=self.config.shared_prefix,
+        )
+
+    def _role(self, name: str) -> Role:
+        if name not in self.roles:
+            raise ConfigError(
+                f"trainer fsdp: no role {name} here",
+                f"it holds {', '.join(self.roles)}",
+                f"add [roles.{name}] to the config",
+            )
+        return self.roles[name]
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def _raise_together(self, failures: Sequence[str]) -> None:
+        """Raises RunFailed on every rank when any has something to report, so that none waits for another."""
+        everywhere: list[Any] = [list(failures)]
+        if self.world_size > 1:
+            everywhere = [None] * self.world_size
+            dist.all_gather_object(everywhere, list(failures))
+        lines = [line for rank in everywhere for line in rank]
+        if lines:
+            for role in self.roles.values():
+                if role.optimizer:
+                    role.optimizer.zero_grad()
+            raise RunFailed(f"step refused, no weight was changed: {lines[0]}", *lines[1:8])
+
+    def _refuse_gradient(self, holder: Role, batch: TrainBatch) -> None:
+        bad = [n for n, p in holder.optimizer.named.items() if p.grad is not None and not _finite(p.grad)]
+        terms = ", ".join(f'"{term.name}"' for term in self.terms)
+        ids = [s.trajectory_id for s in batch.samples]
+        shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+        self._raise_together(
+            [f"the gradient of loss {terms} is not finite in {', '.join(bad[:3]) or 'another rank'}; samples {shown}"]
+        )
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _export_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
+
+    def export(self, layout: str, bucket_bytes: int) -> Iterator[Bucket]:
+        if layout != "hf_full":
+            raise ConfigError(f'trainer fsdp exports "hf_full", not "{layout}"')
+        with torch.no_grad():
+            yield from weights.buckets(self._lm, bucket_bytes, self._export_dtype, publish=self.rank == 0)
+
+    @property
+    def _lm(self) -> Any:
+        return self._role("policy").model.lm
+
+    def state_hash(self) -> str:
+        return weights.hash_tensors(weights.hf_tensors(self._lm, self._export_dtype))
+
+    def save_model(self, folder: Path) -> None:
+        weights.write_hf_folder(self._lm, folder, self._export_dtype, publish=self.rank == 0)
+
+    def save(self, folder: Path) -> None:
+        publish = self.rank == 0
+        state: dict[str, Any] = {"format": 1, "steps": self.steps, "optimizer_steps": {}}
+        for name, role in self.roles.items():
+            if role.optimizer is None:
+                continue
+            weights.write(folder / f"{name}.safetensors", role.model.named_parameters(), publish=publish)
+            moments = role.optimizer.moments()
+            weights.write(folder / f"{name}-optimizer.safetensors", moments.items(), publish=publish)
+            state["optimizer_steps"][name] = role.optimizer.step_count
+        if publish:
+            weights.write(folder / "rng.safetensors", [("cpu", torch.get_rng_state())], publish=True)
+            (folder / "trainer.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+        self._barrier()
+
+    def load(self, folder: Path, *, weights_only: bool = False) -> None:
+        """Raises RunFailed that lists every missing or unexpected key. The number of ranks may have changed."""
+        staged = []
+        for name, role in self.roles.items():
+            if role.optimizer is None:
+                continue
+            own = dict(role.model.named_parameters())
+            staged.append((own, weights.read_into(folder / f"{name}.safetensors", own, f"weights of {name}")))
+        state = {} if weights_only else self._read_state(folder)
+        restored = [
+            (role.optimizer, self._read_moments(folder, role, state["optimizer_steps"]))
+            for role in self.roles.values()
+            if role.optimizer and not weights_only
+        ]
+        with torch.no_grad():
+            for own, loaded in staged:
+                for name, parameter in own.items():
+                    parameter.copy_(loaded[name])
+        for optimizer, (moments, count) in restored:
+            optimizer.restore(moments, count)
+        if not weights_only:
+            self.steps = state["steps"]
+            rng = weights.read_into(folder / "rng.safetensors", {"cpu": torch.get_rng_state()}, "random state")
+            torch.set_rng_state(rng["cpu"])
+
+    def _read_state(self, folder: Path) -> dict[str, Any]:
+        file = folder / "trainer.json"
+        try:
+            state = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise RunFailed(f"checkpoint: trainer state is missing or damaged: {file}", str(error)) from error
+        missing = {r.name for r in self.roles.values() if r.optimizer} - set(state.get("optimizer_steps", {}))
+        if missing:
+            raise RunFailed(f"checkpoint: {file} has no optimizer state of {', '.join(sorted(missing))}")
+        return state
+
+    def _read_moments(self, folder: Path, role: Role, counts: dict[str, int]) -> tuple[dict[str, torch.Tensor], int]:
+        count = counts[role.name]
+        targets = {
+            f"{moment}.{name}": p
+            for name, p in role.optimizer.named.items()
+            if count
+            for moment in ("exp_avg", "exp_avg_sq")
+        }
+        file = folder / f"{role.name}-optimizer.safetensors"
+        return weights.read_into(file, targets, f"optimizer state of {role.name}"), count
+
+    def sleep(self, tags: Sequence[str] = ("optimizer", "weights")) -> None:
+        self._move(tags, torch.device("cpu"))
+
+    def wake(self, tags: Sequence[str] = ("optimizer", "weights")) -> None:
+        self._move(tags, self.device)
+
+    def _move(self, tags: Sequence[str], device: torch.device) -> None:
+        if self.device.type == "cpu":
+            return
+        for role in self.roles.values():
+            if "optimizer" in tags and role.optimizer:
+                role.optimizer.move(device)
+            if "weights" in tags:
+                role.model.to(device)
+        torch.cuda.empty_cache()
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _reduce(self, numbers: list[int], how: str) -> list[int]:
+        if self.world_size == 1:
+            return numbers
+        tensor = torch.tensor(numbers, dtype=torch.long, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
+        return tensor.tolist()
+
+    def _barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _timed(self, seconds: dict[str, float], phase: str, function: Callable[..., Any], *args: Any) -> Any:
+        began = self._now()
+        result = function(*args)
+        seconds[phase] += self._now() - began
+        return result
+
+    def _peak_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return bool(torch.isfinite(local).all())
