@@ -354,7 +354,7 @@ async def launch_trainer(
         from miles_core.wiring import Wiring
 
         wiring = Wiring(run, run_dir=run_dir, model_path=model_path, role="policy")
-        workers = await InlineWorkerGroup.create("trainer", [lambda: host_rank(run, wiring)])
+        workers = await InlineWorkerGroup.create("trainer", [lambda: host_rank(wiring)])
     return TrainerGroup(workers, timeout_s=run.config.trainer.timeout_s)
 
 

@@ -304,11 +304,13 @@ def _direct_sender(plan: SendPlan) -> WeightSender:
     return DirectSender()
 
 
-def host_rank(run: Any, wiring: Any) -> RankHost:
+def host_rank(wiring: Any) -> RankHost:
     """The run's trainer rank in this process, with the sender of the run's transport."""
 
     def make_sender(plan: SendPlan) -> WeightSender:
-        selection = run.one("transport")
-        return selection.component.parts["sender"](selection.options, wiring.context(selection))
+        sender = wiring.build_part("transport", "sender")
+        if sender is None:
+            raise ContractError(f'the transport "{plan.transport}" has no part "sender" for trainer ranks')
+        return sender
 
     return RankHost(wiring.build("trainer"), make_sender)

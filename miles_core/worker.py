@@ -29,6 +29,8 @@ from typing import Any
 from miles_core.channel import Channel, encode_error
 from miles_core.errors import ConfigError, RunFailed, RuntimeMissing
 
+ENGINE_KINDS = ("engine", "tokenizer", "precision")
+"""Whose plugins an engine's environment must have; it may lack those of the trainer, for example."""
 CLOSE_LIMIT_S = 5.0
 """How long a hosted object may take to close when its worker is told to end."""
 
@@ -149,31 +151,22 @@ def build_object(payload: Mapping[str, Any]) -> Any:
     """
     if "factory" in payload:
         return _build_from_factory(payload)
+    from miles_core.component import Environment
     from miles_core.config import ResolvedRun
     from miles_core.trainers import host_rank
-    from miles_core.wiring import Wiring
+    from miles_core.wiring import Wiring, run_checks
 
-    run = ResolvedRun.from_payload(payload["run"])
     kind = payload["kind"]
-    role = "policy" if kind == "trainer" else kind
-    names = ("index", "world_size", "rendezvous", "device")
+    run = ResolvedRun.from_payload(payload["run"], kinds=ENGINE_KINDS if kind == "engine" else None)
     paths = {"run_dir": Path(payload["run_dir"]), "model_path": _path(payload.get("model_path"))}
-    wiring = Wiring(run, role=role, **paths, **{name: payload[name] for name in names})
-    check_component(run.one(kind), paths, run.config)
+    run_checks(run, Environment(**paths), kinds=[kind])  # here, since this environment may not be the driver's
+    place_in_role = {name: payload[name] for name in ("index", "world_size", "rendezvous", "device")}
+    wiring = Wiring(run, role="policy" if kind == "trainer" else kind, **paths, **place_in_role)
     if kind == "trainer":
-        return host_rank(run, wiring)
+        return host_rank(wiring)
     replica = wiring.build(kind)
     replica.id = f"{payload['role']}-{payload['index']}"
     return replica
-
-
-def check_component(selection: Any, paths: Mapping[str, Path | None], run_config: Any) -> None:
-    """Runs the component's own check in this environment, before it loads a model."""
-    from miles_core.component import Environment
-
-    if selection.component.check is not None:
-        environment = Environment(**paths, python=sys.executable, where=selection.where, run_config=run_config)
-        selection.component.check(selection.options, environment)
 
 
 def _build_from_factory(payload: Mapping[str, Any]) -> Any:

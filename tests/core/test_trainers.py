@@ -307,7 +307,7 @@ def test_a_rank_that_raises_or_hangs_is_named(tmp_path):
             await group.send_next()
             with pytest.raises(RemoteError, match=r'trainer [01] raised in "send_next": ValueError: the export broke'):
                 await group.send_next()
-            with pytest.raises(CallTimeout, match='"hang" within 0.3 s from trainer 1'):
+            with pytest.raises(CallTimeout, match=r'"hang" within 0.3 s from trainer 1'):
                 await group.workers.call("hang", 1, timeout_s=0.3)
 
     run(check())

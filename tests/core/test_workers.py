@@ -19,13 +19,14 @@ import pytest
 from miles_core.channel import Channel, RemoteError
 from miles_core.errors import ConfigError, ContractError, DataError, EngineFailed, RunFailed, RuntimeMissing, WorkerDied
 from miles_core.launch import InlineWorkerGroup, LocalLauncher, RemoteEngine
-from miles_core.placement import Machine, assign_gpus, visible_gpus
+from miles_core.placement import Machine
 from miles_core.processes import CallTimeout
 from miles_core.types import GenerateRequest, RoleSpec, SamplingParams
 from miles_core.worker import load_factory
 
 FAKES = str(Path(__file__).with_name("worker_fakes.py"))
 CPU = Machine(gpus=(), cpus=2, memory_bytes=8 << 30)
+FOUR = Machine(gpus=("0", "1", "2", "3"), cpus=4, memory_bytes=8 << 30)
 
 
 @asynccontextmanager
@@ -178,7 +179,7 @@ def test_one_failing_rank_does_not_wait_for_those_that_wait_for_it(tmp_path):
     async def check():
         async with launched(tmp_path) as (_, group):
             started = time.monotonic()
-            with pytest.raises(RemoteError, match="trainer 1 raised .*rank 1 has bad luck"):
+            with pytest.raises(RemoteError, match=r"trainer 1 raised .*rank 1 has bad luck"):
                 await group.call("fail_if", 1)
             assert time.monotonic() - started < 5
             for worker in group.workers:
@@ -305,6 +306,20 @@ def test_an_answer_that_cannot_be_read_loses_the_worker_with_a_reason(tmp_path):
     run(check())
 
 
+def test_a_worker_sees_its_gpus_and_its_share_of_threads(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    async def check():
+        async with launched(tmp_path, machine=FOUR, gpus=1.0, env={"MINE": "yes"}) as (_, group):
+            assert await group.call("environment", "CUDA_VISIBLE_DEVICES") == ["0", "1"]
+            assert await group.call("environment", "OMP_NUM_THREADS") == ["2", "2"]  # 4 processors, 2 workers
+            assert await group.call("environment", "MINE") == ["yes", "yes"]
+            (a, b) = await group.call("rendezvous")
+            assert a == b and a.startswith("file:///")
+
+    run(check())
+
+
 # --- Inline ----------------------------------------------------------------------------------------------------------
 
 
@@ -372,92 +387,7 @@ def test_a_remote_engine_that_hangs_fails_in_time(tmp_path):
     async def check():
         async with launched(tmp_path, "plain", 1, kind="engine", role="engine") as (_, group):
             engine = RemoteEngine(group, 0, timeout_s=0.2)
-            with pytest.raises(EngineFailed, match="within 0.2 s from engine 0"):
+            with pytest.raises(EngineFailed, match=r"within 0.2 s from engine 0"):
                 await engine._call("slow", 30)
-
-    run(check())
-
-
-# --- Placement -------------------------------------------------------------------------------------------------------
-
-FOUR = Machine(gpus=("0", "1", "2", "3"), cpus=4, memory_bytes=8 << 30)
-
-
-def role(name, num_workers=1, **more):
-    return RoleSpec(name=name, component="x", num_workers=num_workers, **more)
-
-
-@pytest.mark.parametrize(
-    ("specs", "placement", "expected"),
-    [
-        ([role("t", 2, gpus=1), role("e", 1, gpus=2)], "auto", {"t": [("0",), ("1",)], "e": [("2", "3")]}),
-        (
-            [role("t", 4, gpus=1), role("e", 2, gpus=2)],
-            "colocated",
-            {"t": [(g,) for g in "0123"], "e": [("0", "1"), ("2", "3")]},
-        ),
-        ([role("e", 1, gpus=2, colocate="t"), role("t", 2, gpus=1)], "auto", {"t": [("0",), ("1",)], "e": [("0", "1")]}),
-        ([role("t", 3, gpus=0.5), role("e", 2)], "auto", {"t": [("0",), ("0",), ("1",)], "e": [(), ()]}),
-    ],
-)
-def test_gpus_are_shared_out(specs, placement, expected):
-    assert assign_gpus(specs, FOUR, placement) == expected
-
-
-@pytest.mark.parametrize(
-    ("specs", "machine", "message"),
-    [
-        ([role("trainer", 8, gpus=1)], CPU, "asked for trainer 8 x 1 GPUs; 0 GPUs are visible"),
-        (
-            [role("trainer", 4, gpus=1), role("engine", 1, gpus=1)],
-            FOUR,
-            r'role "engine".*4 x 1, engine 1 x 1 GPUs; 4 GPUs .*0, 1',
-        ),
-        (
-            [role("trainer", cpus=4), role("engine", cpus=4)],
-            FOUR,
-            r"asked for 8 processors \(trainer 4, engine 4\).* has 4",
-        ),
-        ([role("trainer", memory_bytes=9 << 30)], FOUR, "memory"),
-        ([role("trainer", nodes=2)], FOUR, "2 nodes.*this machine only"),
-        ([role("engine", python="/no/such/python")], FOUR, "/no/such/python"),
-    ],
-)
-def test_X3_what_cannot_fit_is_refused_at_once_with_asked_available_and_option(tmp_path, specs, machine, message):
-    launcher = LocalLauncher(run_dir=tmp_path, machine=machine)
-    started = time.monotonic()
-    with pytest.raises(RuntimeMissing, match=message):
-        run(launcher.allocate(specs))
-    assert time.monotonic() - started < 2
-
-
-def test_X3_the_option_to_change_is_named_and_unknown_placements_are_refused():
-    with pytest.raises(RuntimeMissing, match=r"lower trainer.num_workers or engine.replicas.*launcher.placement"):
-        assign_gpus([role("trainer", 8, gpus=1)], CPU)
-    with pytest.raises(ConfigError, match='launcher.placement = "here"'):
-        assign_gpus([role("trainer")], CPU, "here")
-
-
-@pytest.mark.parametrize(
-    ("listed", "expected"),
-    [(None, ("0", "1", "2")), ("2,0", ("2", "0")), ("", ()), ("-1", ()), ("1,x,2", ("1",)), ("GPU-ab,1", ("GPU-ab", "1"))],
-)
-def test_gpus_are_counted_without_a_library(tmp_path, listed, expected):
-    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    env = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert visible_gpus(env, tmp_path) == expected
-
-
-def test_a_worker_sees_its_gpus_and_its_share_of_threads(tmp_path, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-
-    async def check():
-        async with launched(tmp_path, machine=FOUR, gpus=1.0, env={"MINE": "yes"}) as (_, group):
-            assert await group.call("environment", "CUDA_VISIBLE_DEVICES") == ["0", "1"]
-            assert await group.call("environment", "OMP_NUM_THREADS") == ["2", "2"]  # 4 processors, 2 workers
-            assert await group.call("environment", "MINE") == ["yes", "yes"]
-            (a, b) = await group.call("rendezvous")
-            assert a == b and a.startswith("file:///")
 
     run(check())
