@@ -15,7 +15,7 @@ from pathlib import Path
 from miles_core import checkpoint
 from miles_core.config import ResolvedRun, compare_payloads
 from miles_core.errors import ConfigError, Interrupted, RuntimeMissing
-from miles_core.loop import Loop, RunResult
+from miles_core.loop import MODEL_FOLDER, Loop, RunResult
 from miles_core.session import Session
 from miles_core.view import RunView
 
@@ -92,6 +92,9 @@ def write_run_files(run: ResolvedRun, run_dir: Path) -> None:
 
 async def drive(run: ResolvedRun, run_dir: Path, view: RunView, resume: checkpoint.Found | None = None) -> RunResult:
     """Runs to the end. Raises Interrupted (saved), or whatever made the run fail; everything is closed either way."""
+    if resume and resume.path and resume.step >= run.config.steps and _has_all(run, run_dir):
+        view.ended("already complete", {"run_dir": str(run_dir), "steps": resume.step, "seconds": 0.0})
+        return RunResult(step=resume.step, run_dir=run_dir, already_complete=True)
     stop = asyncio.Event()
     session = Session(run, run_dir, view)
     reason, began = "failed", time.monotonic()
@@ -117,6 +120,11 @@ async def drive(run: ResolvedRun, run_dir: Path, view: RunView, resume: checkpoi
         if reason in ("failed", "interrupted"):
             session.finish(reason, loop.result() if loop else None, time.monotonic() - began)
         await session.close(reason)
+
+
+def _has_all(run: ResolvedRun, run_dir: Path) -> bool:
+    """Whether everything that a finished run leaves is there."""
+    return not run.config.checkpoint.save_model or (run_dir / MODEL_FOLDER).is_dir()
 
 
 async def _open(session: Session, stop: asyncio.Event) -> None:

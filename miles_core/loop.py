@@ -19,6 +19,9 @@ from miles_core.evaluate import evaluate
 from miles_core.session import Session
 from miles_core.types import SampleGroup, StepReport, TrainBatch
 
+MODEL_FOLDER = "model"
+"""Where in the run folder the final policy is written."""
+
 
 @dataclass(slots=True)
 class RunResult:
@@ -48,8 +51,8 @@ class Loop:
 
     async def run(self) -> RunResult:
         """Trains to `config.steps`. Raises Interrupted after a complete save when `stop` was set."""
-        if self.step >= self.config.steps:
-            return self.result(already_complete=True)
+        if self.step >= self.config.steps:  # what was killed after its last checkpoint still owes the model
+            return self.result(model_dir=await self._save_model(), already_complete=True)
         if self.step == 0:
             await self.evaluate_due(first=True)
         while self.step < self.config.steps:
@@ -249,7 +252,7 @@ class Loop:
     async def _save_model(self) -> Path | None:
         if not self.config.checkpoint.save_model:
             return None
-        folder = self.session.run_dir / "model"
+        folder = self.session.run_dir / MODEL_FOLDER
         self.session.view.phase("save")
         await self.session.save_model(folder)
         return folder
