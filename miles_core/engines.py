@@ -76,7 +76,7 @@ class EnginePool:
         self.counts = self._fleet.counts
         """Totals: requests, requeued, timeouts, cut, cut_tokens, deaths, replacements, tokens, cached_tokens, ..."""
         self._jobs: dict[str, Job] = {}
-        self._num_scores = 0
+        self._num_calls = 0
         self._lock = asyncio.Lock()
         self._last: tuple[WeightTransport, Sequence[Probe] | None] | None = None
 
@@ -168,8 +168,8 @@ class EnginePool:
 
     async def score(self, token_ids: Sequence[np.ndarray], topk: int = 0) -> list[dict[str, np.ndarray]]:
         """`EngineReplica.score` on some ready replica, tried like a request. Raises EngineFailed when none could."""
-        self._num_scores += 1
-        ticket, failures = Ticket(f"score-{self._num_scores}"), []
+        self._num_calls += 1
+        ticket, failures = Ticket(f"score#{self._num_calls}"), []
         for _ in range(self.max_attempts):
             member = await self._fleet.assign(ticket)
             try:
@@ -197,7 +197,7 @@ class EnginePool:
         if job.so_far is not None and len(job.so_far.token_ids) >= job.request.params.max_new_tokens:
             return job.ended("length", "")  # cut just as it was complete
         job.tries += 1
-        job.ticket.id = job.request.id if job.tries == 1 else f"{job.request.id}#{job.tries}"
+        job.ticket.id = self._call_id(job)
         try:
             member = await self._fleet.assign(job.ticket)
         except asyncio.CancelledError:
@@ -221,6 +221,13 @@ class EnginePool:
             reason = str(error) if isinstance(error, EngineFailed) else f"{type(error).__name__}: {error}"
             return await self._failed(job, member, reason)
         return await self._judge(job, member, incarnation, answer)
+
+    def _call_id(self, job: Job) -> str:
+        """The id that the engine sees: of its own for each attempt, since a late abort of an earlier one, perhaps of a
+        caller that gave up, must not hit it."""
+        self._num_calls += 1
+        free = job.tries == 1 and not any(job.request.id in m.slots for m in self._fleet.members.values())
+        return job.request.id if free else f"{job.request.id}#{self._num_calls}"
 
     async def _judge(self, job: Job, member: Member, incarnation: str, answer: Generation | None) -> Generation | None:
         """Whether an answer counts: not from a dead, dirty or replaced engine, nor from weights nobody has verified."""

@@ -16,6 +16,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from miles_core.engines import EnginePool
+    from miles_core.fields import FieldSpec
     from miles_core.interfaces import Tokenizer
 
 Status = Literal["running", "stop", "length", "truncated", "aborted", "error", "timeout"]
@@ -195,6 +196,9 @@ class RolloutContext:
     cancelled: asyncio.Event | None = None
     order: int = 0
     fields: frozenset[str] = frozenset()
+    """Names of the side channels that the run reads."""
+    field_specs: Mapping[str, FieldSpec] = field(default_factory=dict)
+    """Declarations of side channels by name; those of `fields` are checked as samples are made."""
     baseline: bool = False
     """True when an advantage asked for a greedy baseline sample per group."""
 
