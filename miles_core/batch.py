@@ -220,6 +220,8 @@ def make_batches(
         for minibatch, members in enumerate(split_minibatches(batch.groups, train.minibatches, rng)):
             part = whole.select([i for g in members for i in batch.groups[g]])
             part.minibatch, part.epoch = minibatch, epoch
+            if "pair" in scopes:
+                part.shared = pair_tuples(part.samples)
             denominator = _correct(batch, part, corrections)
             weigh(part, denominator, train.aggregation, length, scopes)
             batches.append(part)

@@ -83,7 +83,7 @@ class ToyDataConfig(ComponentConfig):
     """Options of data source `toy`."""
 
     task: Literal["copy", "add"] = "copy"
-    """"copy": the first of two digits, learned in 40 steps; "add": the last digit of their sum, which takes hundreds."""
+    """"copy": the first of two digits, learned in 40 steps; "add": the last digit of their sum, learned slowly."""
     num_prompts: int = Field(default=100, gt=0, le=100)
     """Different prompts, of the hundred that there are."""
     epochs: int = Field(default=0, ge=0)

@@ -48,7 +48,7 @@ class ToyArray(NDArrayOperatorsMixin):
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> ToyArray:
         if method != "__call__" or kwargs:
             raise _not_elementwise(f"numpy.{ufunc.__name__}.{method}")
-        arrays = [x if isinstance(x, ToyArray) else ToyArray(x) for x in inputs]
+        arrays = [_array(x) for x in inputs]
         values = [a.value for a in arrays]
         out = ufunc(*values)
         if not any(a.slope.any() for a in arrays):
@@ -65,9 +65,9 @@ class ToyArray(NDArrayOperatorsMixin):
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> ToyArray:
         if function is np.where and len(args) == 3:
-            return ToyArray(args[1]).where(args[0], args[2])
+            return _array(args[1]).where(args[0], args[2])
         if function is np.clip and not kwargs:
-            return (args[0] if isinstance(args[0], ToyArray) else ToyArray(args[0])).clamp(*args[1:])
+            return _array(args[0]).clamp(*args[1:])
         raise _not_elementwise(f"numpy.{function.__name__}")
 
     def __getattr__(self, name: str) -> Any:
@@ -87,7 +87,7 @@ class ToyArray(NDArrayOperatorsMixin):
 
     def where(self, condition: Any, other: Any) -> ToyArray:
         """Own entries where `condition`, else those of `other`."""
-        chosen, rest = _value(condition), other if isinstance(other, ToyArray) else ToyArray(other)
+        chosen, rest = _array(condition).value, _array(other)
         return ToyArray(np.where(chosen, self.value, rest.value), np.where(chosen, self.slope, rest.slope))
 
     def clamp(self, min: Any = None, max: Any = None) -> ToyArray:
@@ -146,8 +146,8 @@ class ToyArray(NDArrayOperatorsMixin):
         return np.maximum(self, other)
 
 
-def _value(x: Any) -> Any:
-    return x.value if isinstance(x, ToyArray) else x
+def _array(x: Any) -> ToyArray:
+    return x if isinstance(x, ToyArray) else ToyArray(x)
 
 
 class NotElementwise(ConfigError, AttributeError):

@@ -221,7 +221,7 @@ class ToyEngine(EngineReplica):
     async def receive(self, message: WeightMessage) -> dict[str, Any]:
         if message.incarnation and message.incarnation != self.incarnation:
             raise WeightSyncFailed(
-                f"{self.id}: a weight message for incarnation {message.incarnation}, not {self.incarnation}"
+                f"{self.id} is incarnation {self.incarnation}, and the message is for {message.incarnation}"
             )
         if message.kind == "flush":
             self._cache.clear()

@@ -53,7 +53,7 @@ def initial_params(seed: int) -> Params:
     params = {
         "bias": np.zeros(HIDDEN),
         "bigram": bigram,
-        "embed": rng.normal(0, 0.6, SHAPES["embed"]),
+        "embed": rng.normal(0, 0.3, SHAPES["embed"]),
         "head": rng.normal(0, 0.02, SHAPES["head"]),
     }
     return {name: value.astype(np.float32) for name, value in params.items()}
