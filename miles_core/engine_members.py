@@ -94,6 +94,9 @@ class Member:
         """Gives up on every request that it runs; those find out and look for another replica."""
         for call in self.calls.values():
             forget(call)
+        self.calls.clear()
+        self.slots.clear()
+        self.idle.set()
 
 
 @dataclass(slots=True, frozen=True)
@@ -250,7 +253,8 @@ class Fleet:
             ticket.slot.cancel()
 
     def release(self, member: Member, ticket: Ticket) -> None:
-        member.slots.pop(ticket.id, None)
+        if member.slots.get(ticket.id) is ticket:
+            del member.slots[ticket.id]
         if not member.slots:
             member.idle.set()
         self.dispatch()

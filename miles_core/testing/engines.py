@@ -76,7 +76,9 @@ class StubEngine(EngineReplica):
         self.log: list[str] = []
         self.requests: list[GenerateRequest] = []
         self.served: list[str] = []
-        self.alive, self.keep_cache = False, False
+        self.made = 0
+        """Tokens that it sampled, whatever became of them."""
+        self.alive = False
         self._starts = 0
         self._mode = ""
         self._go = asyncio.Event()
@@ -117,6 +119,7 @@ class StubEngine(EngineReplica):
                 made = await self._sample(len(want) - len(tokens), stop)
                 if not self.alive:
                     raise EngineFailed(f"{self.id} died")
+                self.made += made
                 spans.append(VersionSpan(start=len(tokens), stop=len(tokens) + made, version=self.version))
                 tokens += want[len(tokens) : len(tokens) + made]
                 if len(tokens) == len(want):
@@ -167,6 +170,9 @@ class StubEngine(EngineReplica):
                 await stop.wait()
         except TimeoutError:
             return count
+        except asyncio.CancelledError:
+            self.made += min(count, int((loop.time() - began) / self.token_s + 1e-9))
+            raise
         return min(count, int((loop.time() - began) / self.token_s + 1e-9))
 
     async def abort(self, ids: Iterable[str] | None = None) -> None:
@@ -178,7 +184,7 @@ class StubEngine(EngineReplica):
 
     async def pause(self, mode: str = "abort") -> None:
         await self._enter("pause")
-        self._mode, self.keep_cache = mode, mode == "in_place"
+        self._mode = mode
         self._go.clear()
         for stop in self._stops.values():
             stop.set()
