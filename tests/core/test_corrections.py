@@ -1,0 +1,106 @@
+"""Corrections: masks, denominators, multipliers, and what is refused of them and of advantages."""
+
+import numpy as np
+import pytest
+from batching import batches_of, ones
+
+from miles_core.batch import apply_advantages, make_batches, prepare
+from miles_core.errors import ContractError
+from miles_core.settings import TrainTable
+from miles_core.testing.samples import make_group
+from miles_core.types import AdvantageOutput, CorrectionOutput
+
+
+def drop_last(inputs):
+    masks = [m.copy() for m in inputs.mask]
+    for m in masks:
+        m[np.flatnonzero(m)[-1]] = False
+    return CorrectionOutput(mask=masks, metrics={"dropped": (float(len(masks)), 1.0, "sum")})
+
+
+def double(inputs):
+    return CorrectionOutput(mask=inputs.mask, multiplier=[np.full(len(m), 2.0, np.float32) for m in inputs.mask])
+
+
+# One sample of 4 tokens; each drop_last takes one of them.
+CORRECTED = [
+    ([("a", drop_last, "shrink")], [1 / 3, 1 / 3, 1 / 3, 0]),
+    ([("a", drop_last, "keep")], [1 / 4, 1 / 4, 1 / 4, 0]),
+    ([("a", drop_last, "keep"), ("b", drop_last, "shrink")], [1 / 3, 1 / 3, 0, 0]),
+    ([("a", drop_last, "shrink"), ("b", drop_last, "keep")], [1 / 3, 1 / 3, 0, 0]),
+    ([("a", drop_last, "keep"), ("b", drop_last, "keep")], [1 / 4, 1 / 4, 0, 0]),
+]
+
+
+@pytest.mark.parametrize(("corrections", "weights"), CORRECTED)
+def test_corrections_keep_or_shrink_the_denominator(corrections, weights):
+    (batch,) = batches_of([make_group([0.0], response=4)], corrections=corrections)
+    assert batch.token_weights["policy"][0][3:].tolist() == pytest.approx(weights)
+    assert batch.mask[0][3:].tolist() == [w > 0 for w in weights]
+
+
+def test_multipliers_multiply_and_vanish_with_the_mask():
+    (batch,) = batches_of(
+        [make_group([0.0], response=3)],
+        corrections=[("a", double, "keep"), ("b", double, "keep"), ("c", drop_last, "keep"), ("d", double, "keep")],
+    )
+    assert batch.columns["multiplier"][0].tolist() == [0, 0, 0, 8, 8, 0]
+
+
+def test_a_correction_leaves_the_other_minibatches_alone():
+    batch = prepare([make_group([0.0], name="a"), make_group([0.0], name="b")])
+    apply_advantages(batch, [("ones", ones)])
+    make_batches(batch, TrainTable(epochs=2), corrections=[("a", drop_last, "shrink")])
+    assert [int(m.sum()) for m in batch.mask] == [2, 2]
+    assert batch.metrics["correction/a/dropped"] == (4, 2, "sum")
+
+
+def unmask(inputs):
+    return CorrectionOutput(mask=[np.ones(len(m), bool) for m in inputs.mask])
+
+
+def short(inputs):
+    return CorrectionOutput(mask=inputs.mask[:-1])
+
+
+def infinite(inputs):
+    return CorrectionOutput(mask=inputs.mask, multiplier=[np.full(len(m), np.inf) for m in inputs.mask])
+
+
+BAD_CORRECTIONS = [
+    (unmask, "keep", "correction/x unmasked a token of sample p@0/0"),
+    (short, "keep", "correction/x returned 1 masks for 2 samples"),
+    (infinite, "keep", "correction/x returned multiplier inf for sample p@0/0 at token 3"),
+    (drop_last, "both", 'denominator="both"'),
+]
+
+
+@pytest.mark.parametrize(("correction", "rule", "message"), BAD_CORRECTIONS)
+def test_bad_corrections_are_named(correction, rule, message):
+    with pytest.raises(ContractError, match=message):
+        batches_of([make_group([0.0, 1.0])], corrections=[("x", correction, rule)])
+
+
+def nowhere(inputs):
+    return AdvantageOutput(advantages=[np.ones(len(m), np.float32) for m in inputs.mask])
+
+
+def not_a_number(inputs):
+    return AdvantageOutput(advantages=[np.where(m, np.nan, 0) for m in inputs.mask])
+
+
+def too_long(inputs):
+    return AdvantageOutput(advantages=[np.zeros(len(m) + 1) for m in inputs.mask])
+
+
+BAD_ADVANTAGES = [
+    (nowhere, "advantage/ones gave an advantage to a masked token of sample p@0/0"),
+    (not_a_number, "advantage/ones returned advantages nan for sample p@0/0 at token 3"),
+    (too_long, r"advantage/ones returned advantages of shape \(6,\) for sample p@0/0 of 5 tokens"),
+]
+
+
+@pytest.mark.parametrize(("advantage", "message"), BAD_ADVANTAGES)
+def test_bad_advantages_are_named(advantage, message):
+    with pytest.raises(ContractError, match=message):
+        batches_of([make_group([0.0, 1.0])], advantage=advantage)
