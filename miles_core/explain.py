@@ -19,8 +19,6 @@ from miles_core.tables import Key
 _PLAIN = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
 _BOUNDS = ((annotated_types.Gt, "gt", "greater than"), (annotated_types.Ge, "ge", "at least"),
            (annotated_types.Lt, "lt", "less than"), (annotated_types.Le, "le", "at most"))  # fmt: skip
-_COMPARED = {"greater_than": ("greater than", "gt"), "greater_than_equal": ("at least", "ge"),
-             "less_than": ("less than", "lt"), "less_than_equal": ("at most", "le")}  # fmt: skip
 
 
 def type_words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
@@ -138,11 +136,6 @@ def _sentence(item: Mapping[str, Any], annotation: Any, metadata: Iterable[Any])
     kind, value, context = item["type"], item["input"], item.get("ctx", {})
     if kind == "missing":
         return f"is missing; it must be {type_words(annotation, metadata)}"
-    if kind in _COMPARED:
-        words, name = _COMPARED[kind]
-        return f"must be {words} {_number(context[name])}, not {show(value)}"
-    if kind == "finite_number":
-        return f"must be a finite number, not {show(value)}"
     if kind in ("value_error", "assertion_error"):
         return str(context["error"])
     if item["loc"] and item["loc"][-1] == "[key]":
@@ -184,10 +177,6 @@ def _hint(annotation: Any, value: Any) -> str:
     if int in options and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
     return ""
-
-
-def _number(bound: Any) -> str:
-    return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
 def _is_number(text: str) -> bool:

@@ -257,7 +257,7 @@ def test_extends_merges_tables_and_replaces_arrays_of_tables(dists: Dists):
 def test_extends_in_a_circle_or_of_nothing_is_refused(dists: Dists):
     write(dists.root, 'extends = "x.toml"\n', "b.toml")
     message = refused(dists, 'extends = "b.toml"\n' + CONFIG)
-    assert "extend each other in a circle: x.toml -> b.toml -> x.toml" in message
+    assert message == "b.toml: extends: these files extend each other in a circle: x.toml -> b.toml -> x.toml"
     message = refused(dists, 'extends = "c.toml"\n' + CONFIG)
     assert "there is no config file c.toml (extended by x.toml)" in message and "b.toml" in message
     assert "must be a file name or a list" in refused(dists, "extends = 5\n" + CONFIG)
