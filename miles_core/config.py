@@ -10,7 +10,7 @@ from typing import Any
 from miles_core import __version__
 from miles_core.discovery import BUILTIN, PluginInfo
 from miles_core.dump import MASK, mask_values, secret_values, write_toml
-from miles_core.errors import ConfigError, PluginError
+from miles_core.errors import ConfigError, MilesError, PluginError
 from miles_core.hookspecs import HOOK_API
 from miles_core.plugins import PluginHost, chosen_plugins
 from miles_core.resolve import Selection, resolve, table_at
@@ -176,7 +176,7 @@ def load(
     `PluginHost.create`. Raises ConfigError listing every problem, or PluginError when a named plugin does not load.
     """
     tables = load_tables(path)
-    tables.data.pop(HEADER, None)
+    header = tables.data.pop(HEADER, None)
     tables.forget((HEADER,))
     _refuse_masked(tables)
     _fill_arrays(tables)
@@ -185,10 +185,21 @@ def load(
         tables.set(key, value, Origin("set"))
     _inherit_sampling(tables)
     host = _make_host(tables, plugins, adjust, files, distributions, strict)
-    resolved = resolve(tables, host)
+    try:
+        resolved = resolve(tables, host)
+    except MilesError as error:
+        error.args = ("\n  ".join([str(error), *_files_once_given(header, host)]),)
+        raise
     run = ResolvedRun(resolved.config, resolved.selections, host, tables, resolved.nested)
     run.notes += check_values(run)
     return run
+
+
+def _files_once_given(header: Any, host: Any) -> list[str]:
+    """A written config remembers its plugin files and does not load them by itself: code is named by who runs it."""
+    rows = header.get("plugins", ()) if isinstance(header, dict) else ()
+    files = {row.get("file") for row in rows if isinstance(row, dict)} - {str(info.path) for info in host.infos}
+    return [f"this config was written by a run with --plugin-file {file}" for file in sorted(filter(None, files))]
 
 
 def _make_host(

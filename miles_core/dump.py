@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 from miles_core.component import KINDS
-from miles_core.tables import Key, show_key
+from miles_core.tables import Key
 
 MASK = "***masked***"
 COMMENT_COLUMN, LINE_LENGTH = 48, 100
@@ -61,17 +61,21 @@ def _write_table(table: Mapping[str, Any], key: Key, comments: Mapping[Key, str]
         if name not in below:
             lines.append(_with_comment(_assign(name, value), comments.get((*key, name), "")))
     for name, value in below.items():
-        header = show_key(tuple(p for p in (*key, name) if isinstance(p, str)))
+        header = ".".join(_quoted(part) for part in (*key, name) if isinstance(part, str))
         for index, inner in enumerate(value if isinstance(value, list) else [value]):
             lines += ["", f"[[{header}]]" if isinstance(value, list) else f"[{header}]"]
             _write_table(inner, (*key, name, index) if isinstance(value, list) else (*key, name), comments, lines)
+
+
+def _quoted(name: str) -> str:
+    return tomli_w.dumps({name: 0}).removesuffix(" = 0\n")
 
 
 def _assign(name: str, value: Any) -> str:
     text = tomli_w.dumps({name: value}).rstrip("\n")
     if isinstance(value, list) and not any(isinstance(v, list | Mapping) for v in value):
         elements = (tomli_w.dumps({"v": v}).rstrip("\n").removeprefix("v = ") for v in value)
-        short = f"{text.partition(' = ')[0]} = [{', '.join(elements)}]" if " = [" in text else text
+        short = f"{_quoted(name)} = [{', '.join(elements)}]"
         return short if len(short) <= LINE_LENGTH else text
     return text
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import tomllib
 
 import pytest
 from acme import CONFIG, install, run_of, write
 from dists import Dists
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from miles_core.config import ResolvedRun, compare_payloads
+from miles_core.dump import write_toml
 from miles_core.errors import ConfigError, PluginError
+from miles_core.tables import keys_of
 
 FULL = (
     CONFIG
@@ -45,6 +50,21 @@ def test_dump_loads_again_to_an_equal_run(dists: Dists):
     assert again.effective() == run.effective()
 
 
+scalars = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.text(), values, max_size=4))
+def test_written_toml_reads_back(tables: dict):
+    comments = {key: 'from "here"' for key in keys_of(tables)}
+    assert tomllib.loads(write_toml(tables, comments)) == tables
+
+
 def test_payload_survives_json_and_builds_the_same_run_in_a_worker(dists: Dists):
     run = run_of(dists, FULL, *SETS)
     payload = json.loads(json.dumps(run.payload()))
@@ -59,6 +79,9 @@ def test_payload_carries_plugin_files(dists: Dists):
     run = run_of(dists, CONFIG, "reward[0].use=five", files=[file])
     there = ResolvedRun.from_payload(run.payload(), distributions=dists.all)
     assert there.one("reward").plugin.path == file
+    with pytest.raises(ConfigError, match="no reward named") as caught:
+        run_of(dists, run.dump())
+    assert f"written by a run with --plugin-file {file}" in str(caught.value)
 
 
 def test_worker_refuses_another_plugin_than_the_drivers(dists: Dists):
