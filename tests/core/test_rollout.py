@@ -21,8 +21,8 @@ from miles_core.testing.clock import run_virtual
 from miles_core.testing.engines import Script, StubEngine
 from miles_core.types import GenerateRequest, Prompt, PromptTokens, RolloutContext, SampleGroup, SamplingParams
 
-TEXTS = {0: "", 1: "he", 2: "llo", 3: "hello", 9: "</s>"}
-EOS, PAD = 9, 0
+TEXTS = {0: "", 1: "he", 2: "llo", 3: "hello", 4: "</s>"}
+EOS, PAD = 4, 0
 
 
 class ToyTokenizer(Tokenizer):
