@@ -171,8 +171,8 @@ class WorkerProcess:
 
     def _exited(self) -> bool:
         """Whether it ended, without reaping it: as long as it is a zombie, its group's id cannot be anyone else's."""
-        if self._process.returncode is not None:
-            return True
+        if self._process.returncode is not None or not hasattr(os, "waitid"):  # macOS before Python 3.13
+            return self._process.poll() is not None
         try:
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:

@@ -195,7 +195,8 @@ def _path(text: str | None) -> Path | None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks the kernel for a SIGTERM when the parent ends, on Linux; elsewhere the end of the channel must do."""
+    """Asks the kernel for a SIGTERM when the parent ends, on Linux; elsewhere the end of the channel must do. The kernel
+    means the thread that started us, so the driver's event loop must live in a thread that lasts."""
     if not sys.platform.startswith("linux"):
         return
     pr_set_pdeathsig = 1

@@ -42,8 +42,9 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
-def left_behind():
-    return [p.name for p in Path("/dev/shm").glob("miles-*")]
+def left_behind(session):
+    """Shared memory of this session's pushes; other runs on this machine have names of their own."""
+    return [p.name for p in Path("/dev/shm").glob(f"{session.direct._prefix}-*")]
 
 
 @asynccontextmanager
@@ -112,7 +113,7 @@ def test_weights_arrive_whole_and_nothing_stays_in_shared_memory(tmp_path, train
                 assert got["log"] == ["begin", *["ipc"] * 4, "flush", "commit"] * 2
             # bytes that move are hashed, handles are not
             assert all(report.hashes) == bool(engines) and len(report.hashes) == 4
-            assert not left_behind() and not transport_module._published
+            assert not left_behind(s) and not transport_module._published
 
     run(check())
 
@@ -145,7 +146,7 @@ def test_an_engine_that_fails_in_the_middle_does_not_stop_the_other(tmp_path, fa
             assert verdicts(report) == {"engine-0": (True, "commit"), "engine-1": (False, phase)}
             assert re.search(error, report.engines[1].error), report.engines[1].error
             assert (await state(s.engines[0]))["weights"] == WEIGHTS
-            assert not left_behind()
+            assert not left_behind(s)
             if fault[1] != "die":
                 assert (await state(s.engines[1]))["log"][-1] == "abort"
                 assert (await state(s.engines[1]))["version"] == 0
@@ -195,7 +196,7 @@ def test_W5_a_rank_that_hangs_or_dies_in_a_push_is_named_and_the_engines_are_tol
             with pytest.raises(WorkerDied, match="trainer 1"):
                 await s.direct.push(1, s.engines)  # at once, and not blocked by a lock of the first
             assert (await asyncio.gather(stuck, return_exceptions=True))[0] is not None
-            assert not left_behind()
+            assert not left_behind(s)
 
     run(check())
 
@@ -204,13 +205,13 @@ def test_a_sender_killed_in_mid_push_leaves_no_shared_memory(tmp_path):
     async def check():
         async with session(tmp_path, trainers=1, engines=1, timeout_s=5.0, fault=(2, "hang", 0)) as s:
             push = asyncio.create_task(s.direct.push(1, s.engines))
-            while not left_behind():
+            while not left_behind(s):
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.3)
             os.kill(s.workers.workers[0].pid, signal.SIGKILL)
             with pytest.raises(WorkerDied, match="trainer 0"):
                 await push
-            assert not left_behind()
+            assert not left_behind(s)
 
     run(check())
 
@@ -221,7 +222,7 @@ def test_an_export_that_raises_fails_the_push_and_frees_everything(tmp_path):
             with pytest.raises(RemoteError, match="the export broke"):
                 await s.direct.push(1, s.engines)
             assert (await state(s.engines[0]))["log"][-1] == "abort"
-            assert not left_behind()
+            assert not left_behind(s)
 
     run(check())
 
