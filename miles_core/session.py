@@ -244,7 +244,7 @@ class Session:
 
     def evaluation_prompts(self, table: EvalTable) -> list[Prompt]:
         """The same prompts at every evaluation: a fresh source with a seed of its own."""
-        selection = self.run.one("data")
+        selection = self.run.data_for(table)
         context = self.wiring.context(selection)
         context.seed = table.seed if table.seed is not None else self.config.seed + EVAL_SEED
         data = selection.component.build(selection.options, context)

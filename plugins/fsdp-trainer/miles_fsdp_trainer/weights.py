@@ -77,7 +77,7 @@ def buckets(lm: Any, bucket_bytes: int, dtype: torch.dtype | None, *, publish: b
             )
         specs = []
         for name, tensor, offset in held:
-            specs.append(TensorSpec(name, _dtype_name(tensor.dtype), tuple(tensor.shape), offset))
+            specs.append(TensorSpec(name=name, dtype=_dtype_name(tensor.dtype), shape=tuple(tensor.shape), offset=offset))
             target = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
             target.copy_(tensor.reshape(-1))
         return Bucket(index=index, tensors=tuple(specs), data=buffer[:size], nbytes=size)
