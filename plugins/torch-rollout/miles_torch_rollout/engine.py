@@ -52,7 +52,8 @@ class TorchEngine(EngineReplica):
         self.version = 0
         self._given_device, self._make_decode = device, make_decode
         self._log = log or logging.getLogger("miles.engine.torch")
-        self._inbox: deque[Running] = deque()
+        self._live: dict[str, Running] = {}  # every request that awaits its answer
+        self._inbox: deque[Running] = deque()  # those that the thread has not seen yet
         self._batch: Batch | None = None
         self._model: Any = None
         self._thread: StepThread | None = None
@@ -96,6 +97,8 @@ class TorchEngine(EngineReplica):
         and no tokens. Raises EngineFailed when the engine cannot serve or a request with this id is running."""
         self._check()
         params = request.params
+        if request.id in self._live:
+            raise EngineFailed(f"{self.id} already runs a request {request.id}")
         if params.stop and self._decode is None:
             raise EngineFailed(f"{self.id} was asked to stop at strings, but the run gave it no tokenizer")
         loop = asyncio.get_running_loop()
@@ -109,6 +112,7 @@ class TorchEngine(EngineReplica):
         )
         if run.limit < 1 or not len(request.token_ids):
             return run.result("length", self.incarnation, f"no room for a new token in a context of {self.max_context}")
+        self._live[request.id] = run
         self._inbox.append(run)
         self._thread.arrived()
         if self._broken:  # it went down just now, and nobody will look into the inbox
@@ -118,6 +122,8 @@ class TorchEngine(EngineReplica):
         except asyncio.CancelledError:
             self._thread.call(lambda: self._take([request.id]))
             raise
+        finally:
+            del self._live[request.id]
 
     async def score(self, token_ids: Sequence[np.ndarray], topk: int = 0) -> list[dict[str, np.ndarray]]:
         self._check()
@@ -308,8 +314,6 @@ class TorchEngine(EngineReplica):
         self._fail_all(f"{self.id} is {self._broken}")
 
     def _fail_all(self, reason: str) -> None:
-        """Ends every request with EngineFailed; only once the thread no longer steps."""
-        runs = [*self._inbox, *(self._batch.waiting if self._batch else ()), *(self._batch.running if self._batch else ())]
-        self._inbox.clear()
-        for run in runs:
+        """Ends every request with EngineFailed, wherever it is."""
+        for run in list(self._live.values()):
             run.deliver(EngineFailed(reason))

@@ -154,10 +154,8 @@ def _view(data: torch.Tensor, spec: TensorSpec, dtype: torch.dtype) -> torch.Ten
     if spec.offset < 0 or spec.offset + nbytes > data.numel():
         raise WeightSyncFailed(f"{spec.name} lies outside its bucket of {data.numel()} bytes")
     part = data[spec.offset : spec.offset + nbytes]
-    if (
-        part.storage_offset() + part.untyped_storage().data_ptr()
-    ) % dtype.itemsize or part.storage_offset() % dtype.itemsize:
-        part = part.clone()  # a tensor view needs an aligned start
+    if part.data_ptr() % dtype.itemsize or part.storage_offset() % dtype.itemsize:
+        part = part.clone()  # a view under another data type needs an aligned start
     return part.view(dtype).reshape(spec.shape)
 
 
