@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shlex
@@ -74,6 +73,8 @@ class PluginInfo:
         """SHA-256 over the names and bytes of the plugin's files, without importing it. An editable install and a wheel
         of the same files have the same hash. Raises PluginError when there are no files (uninstalled, path gone)."""
         if not self._hash:
+            import hashlib  # loads OpenSSL, which listing plugins does not need
+
             digest = hashlib.sha256()
             files = sorted(plugin_files(self))
             if not files:
@@ -192,10 +193,9 @@ def _editable_path(dist: Any) -> Path | None:
     url = _direct_url(dist)
     if not (url.get("dir_info") or {}).get("editable"):
         return None
-    from urllib.parse import urlparse
-    from urllib.request import url2pathname
+    from urllib.parse import unquote, urlparse
 
-    return Path(url2pathname(urlparse(url["url"]).path))
+    return Path(unquote(urlparse(url["url"]).path))
 
 
 class _Versions:

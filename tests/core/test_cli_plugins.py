@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -133,7 +131,9 @@ CHECKED = {
 def test_G1_check_imports_in_a_child_that_is_killed(dists: Dists, name: str, capsys):
     source, state, reason = CHECKED[name]
     dists.add(name, source)
-    code = plugins.check_command([], 3.0, dists.all)
+    start = time.monotonic()
+    code = plugins.check_command([], 3.0 if state == "hangs" else 60.0, dists.all)
+    assert time.monotonic() - start < 20
     line = capsys.readouterr().out.splitlines()[1]
     assert line.split()[:2] == [name, state] and reason in line
     assert code == (0 if state == "ok" else 1)
@@ -144,9 +144,21 @@ def test_G1_check_kills_what_the_plugin_started_too(dists: Dists, tmp_path: Path
     pid_file = tmp_path / "pid"
     source = "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
     dists.add("spawns", source + f"open({str(pid_file)!r}, 'w').write(str(child.pid))\nwhile True: pass")
-    assert plugins.check_command([], 2.0, dists.all) == 1
-    stat = Path(f"/proc/{pid_file.read_text()}/stat")
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"  # dead; init may not have reaped it yet
+    for timeout_s in (2.0, 10.0, 50.0):  # long enough to get that far, on a busy machine too
+        assert plugins.check_command([], timeout_s, dists.all) == 1
+        if pid_file.is_file():
+            break
+    deadline = time.monotonic() + 10  # a kill takes effect a moment after it was sent
+    while alive(pid_file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(pid_file.read_text())
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"  # Z: dead, not yet reaped
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_check_of_one_plugin_leaves_the_others_alone(dists: Dists, capsys):
@@ -382,67 +394,3 @@ def test_version(capsys):
 
     assert miles("--version") == 0
     assert capsys.readouterr().out == f"miles {__version__}\n"
-
-
-# --- The repository's own plugins ------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).resolve().parents[2]
-PYPROJECT = """
-[project]
-name = "miles-acme"
-version = "0.1.0"
-description = "acme"
-requires-python = ">=3.11"
-license = "Apache-2.0"
-dependencies = ["miles-core>=0.1,<0.3"]
-entry-points.miles = {acme = "miles_acme"}
-[tool.setuptools.package-data]
-miles_acme = ["miles-components.json"]
-"""
-
-
-def check_plugins(root: Path, *arguments: str) -> subprocess.CompletedProcess:
-    code = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import check_plugins as c"
-    code += "; sys.exit(c.main(sys.argv[3:], pathlib.Path(sys.argv[2])))"
-    command = [sys.executable, "-c", code, str(ROOT / "scripts"), str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-
-
-@pytest.fixture
-def acme(tmp_path: Path) -> Path:
-    package = tmp_path / "plugins/acme/miles_acme"
-    package.mkdir(parents=True)
-    (package.parent / "pyproject.toml").write_text(PYPROJECT)
-    (package.parent / "README.md").write_text("acme\n")
-    (package / "__init__.py").write_text(
-        "import miles_core\n@miles_core.reward('acme')\ndef acme(sample):\n    'Likes acme.'\n    return 1.0\n"
-    )
-    return tmp_path
-
-
-def test_check_plugins_finds_a_stale_index_and_writes_it(acme: Path):
-    first = check_plugins(acme)
-    assert first.returncode == 1 and "acme: miles-components.json is stale" in first.stdout
-    assert check_plugins(acme, "--write").returncode == 0
-    index = json.loads((acme / "plugins/acme/miles_acme/miles-components.json").read_text())
-    assert index == {"hook_api": 1, "components": [{"kind": "reward", "name": "acme", "summary": "Likes acme."}]}
-    assert check_plugins(acme).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "finding"),
-    [
-        ('"Apache-2.0"', '"MIT"', "license is 'MIT', and all plugins have 'Apache-2.0'"),
-        ('">=3.11"', '">=3.12"', "requires-python is '>=3.12'"),
-        ('acme = "miles_acme"', 'acme = "miles_acme:plugin"', "entry points of group"),
-        ('"miles-core>=0.1,<0.3"', '"miles-core"', "dependencies lack 'miles-core>=0.1,<0.3'"),
-        ('["miles-components.json"]', '["x"]', "package-data lacks"),
-    ],
-)
-def test_check_plugins_finds_what_disagrees(acme: Path, old: str, new: str, finding: str):
-    check_plugins(acme, "--write")
-    file = acme / "plugins/acme/pyproject.toml"
-    file.write_text(PYPROJECT.replace(old, new))
-    assert old not in file.read_text()
-    result = check_plugins(acme)
-    assert result.returncode == 1 and f"acme: {finding}" in result.stdout
