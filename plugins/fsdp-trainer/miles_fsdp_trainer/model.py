@@ -143,3 +143,4 @@ def shard(model: PackedModel, mesh: Any, config: FsdpConfig) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
