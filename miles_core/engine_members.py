@@ -46,6 +46,17 @@ def forget(task: asyncio.Future[Any]) -> None:
     task.add_done_callback(lambda late: late.cancelled() or late.exception())
 
 
+@dataclass(slots=True, frozen=True)
+class MemberInfo:
+    id: str
+    state: MemberState
+    version: int
+    incarnation: str
+    running: int
+    served: int
+    reason: str
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A request that waits for, or holds, a slot. `homes` are the keys by which it prefers a replica."""
@@ -90,6 +101,9 @@ class Member:
         limit = getattr(self.replica, "max_running", None)
         return limit is None or len(self.slots) < limit
 
+    def info(self) -> MemberInfo:
+        return MemberInfo(self.id, self.state, self.version, self.incarnation, len(self.slots), self.served, self.reason)
+
     def evict(self) -> None:
         """Gives up on every request that it runs; those find out and look for another replica."""
         for call in self.calls.values():
@@ -97,17 +111,6 @@ class Member:
         self.calls.clear()
         self.slots.clear()
         self.idle.set()
-
-
-@dataclass(slots=True, frozen=True)
-class MemberInfo:
-    id: str
-    state: MemberState
-    version: int
-    incarnation: str
-    running: int
-    served: int
-    reason: str
 
 
 class Fleet:

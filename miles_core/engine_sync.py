@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -173,6 +174,29 @@ def _disagreeing(members: Sequence[Member], entries: Sequence[EngineSync]) -> li
     winner, count = votes.most_common(1)[0]
     right = winner if 2 * count > votes.total() else None
     return [m for m in members if m.id in hashes and hashes[m.id] != right]
+
+
+@asynccontextmanager
+async def repairing(fleet: Fleet, resync: Callable[[], Awaitable[Any]]) -> AsyncIterator[None]:
+    """Calls `resync` whenever a member becomes dirty; leaving waits for one under way."""
+    busy = asyncio.Lock()
+
+    async def repair() -> None:
+        while True:
+            await fleet.dirty.wait()
+            fleet.dirty.clear()
+            async with busy:
+                await resync()
+
+    fleet.dirty.set()
+    task = fleet.spawn(repair())
+    try:
+        yield
+    finally:
+        async with busy:
+            task.cancel()
+        if task.done() and not task.cancelled():
+            task.result()  # only a bug ends it
 
 
 def merge_reports(first: SyncReport, second: SyncReport) -> SyncReport:

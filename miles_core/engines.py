@@ -15,8 +15,8 @@ answer never mixes versions: whatever was cut is discarded. With `partial=True` 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from miles_core.engine_members import Fleet, Member, MemberInfo, OnEvent, Ticket, bounded, forget
-from miles_core.engine_sync import PhaseFailed, Probe, PushMode, PushSettings, hold, merge_reports, push_members
+from miles_core.engine_sync import PhaseFailed, Probe, PushMode, PushSettings, hold, merge_reports, push_members, repairing
 from miles_core.errors import ContractError, EngineFailed, RunFailed, WeightSyncFailed, WorkerDied
 from miles_core.generations import Job, check_generation, join_generations
 from miles_core.interfaces import EngineReplica, WeightTransport
@@ -90,8 +90,7 @@ class EnginePool:
     async def start(self) -> None:
         """Starts every replica. Raises what the first failed one raised: a run that asked for N replicas does not begin
         with fewer."""
-        starts = (self._fleet.start(member) for member in self._fleet.members.values())
-        for error in await asyncio.gather(*starts, return_exceptions=True):
+        for error in await asyncio.gather(*map(self._fleet.start, self._fleet.members.values()), return_exceptions=True):
             if error is not None:
                 raise error
 
@@ -116,10 +115,7 @@ class EnginePool:
         self._fleet.die(self._fleet.members[engine_id], reason)
 
     def members(self) -> list[MemberInfo]:
-        return [
-            MemberInfo(m.id, m.state, m.version, m.incarnation, len(m.slots), m.served, m.reason)
-            for m in self._fleet.members.values()
-        ]
+        return [m.info() for m in self._fleet.members.values()]
 
     @property
     def replicas(self) -> list[EngineReplica]:
@@ -192,8 +188,7 @@ class EnginePool:
             return job.ended("aborted", "aborted on request")
         if len(job.failures) >= self.max_attempts:
             self.counts[f"finish_{job.finish}"] += 1
-            reason = f"gave up after {len(job.failures)} attempts: " + "; ".join(job.failures)
-            return job.ended(job.finish, reason)
+            return job.ended(job.finish, f"gave up after {len(job.failures)} attempts: " + "; ".join(job.failures))
         if job.so_far is not None and len(job.so_far.token_ids) >= job.request.params.max_new_tokens:
             return job.ended("length", "")  # cut just as it was complete
         job.tries += 1
@@ -398,25 +393,7 @@ class EnginePool:
         self.counts["resyncs"] += len(dirty)
         return await push_members(self._fleet, dirty, transport, version, probes, "abort", self._limits)
 
-    @asynccontextmanager
-    async def repairing(self) -> AsyncIterator[None]:
+    def repairing(self) -> AbstractAsyncContextManager[None]:
         """While the trainer is idle and holds the weights of the last push - that is, around the wait for a batch -
         engines that become dirty, or join, are re-synced as they turn up. Leaving waits for a re-sync under way."""
-
-        async def repair() -> None:
-            while True:
-                await self._fleet.dirty.wait()
-                self._fleet.dirty.clear()
-                async with done:
-                    await self.resync()
-
-        done = asyncio.Lock()
-        self._fleet.dirty.set()
-        task = self._fleet.spawn(repair())
-        try:
-            yield
-        finally:
-            async with done:
-                task.cancel()
-            if task.done() and not task.cancelled():
-                task.result()  # only a bug ends it
+        return repairing(self._fleet, self.resync)
