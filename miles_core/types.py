@@ -317,6 +317,7 @@ class LossInputs:
     """int [N]: index of the sample that a token belongs to, inside this microbatch."""
     advantages: Any
     multiplier: Any
+    """Of the corrections, for reading: the trainer applies it, together with the token weights of scope "policy"."""
     seq: Any
     """`seq.sum(x)`, `seq.mean(x)` -> [S] over the masked tokens of each sequence; `seq.broadcast(y)` -> [N]."""
     get: Any

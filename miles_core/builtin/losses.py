@@ -11,14 +11,15 @@ from miles_core.types import LossInputs, LossOutput
 
 
 def policy_gradient(x: LossInputs) -> LossOutput:
-    """-A * m * exp(logprobs - stop_gradient(logprobs)) per token [N], advantages A, multiplier m; 0 where masked.
+    """-A * exp(logprobs - stop_gradient(logprobs)) per token [N] with advantages A; 0 where masked.
 
-    Its value is -A * m and its gradient -A * m * grad(logprobs): REINFORCE, Williams 1992. The ratio is written as
+    Its value is -A and its gradient -A * grad(logprobs): REINFORCE, Williams 1992. The ratio is written as
     1 + (logprobs - stop_gradient(logprobs)), which has the same value and gradient and no exponential to overflow.
+    The multiplier of corrections is not applied here: it goes with the token weights, which are the trainer's.
     """
     logprobs = _masked(x.get("logprobs"), x.mask)
     fixed = logprobs.detach() if hasattr(logprobs, "detach") else logprobs
-    return LossOutput(per_token=-_masked(x.advantages * x.multiplier, x.mask) * (1.0 + (logprobs - fixed)))
+    return LossOutput(per_token=-_masked(x.advantages, x.mask) * (1.0 + (logprobs - fixed)))
 
 
 def _masked(values: Any, mask: Any) -> Any:

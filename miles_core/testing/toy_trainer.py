@@ -116,6 +116,8 @@ class ToyTrainer(TrainerRank):
                     f"loss {name} returned a {type(per_token).__name__}, and the toy trainer needs its own arrays"
                 )
             weight = factor * part.column(output.scope, part.batch.token_weights)
+            if output.scope == "policy":
+                weight = weight * part.multiplier
             total += float((weight * per_token.value).sum())
             slope += weight * per_token.slope
             for key, (amount, count, reduce) in output.metrics.items():
@@ -190,6 +192,8 @@ class _Microbatch:
         self.hidden = model.hidden(params, self.context)
         self.logp = _tempered(model.logits(params, self.context, self.hidden), self.temperature)
         self.logprobs = self.logp[np.arange(len(rows)), self.tokens]
+        has_multiplier = "multiplier" in batch.columns
+        self.multiplier = self.column("multiplier", batch.columns) if has_multiplier else np.ones(len(rows))
 
     def column(self, name: str, columns: dict[str, list[np.ndarray]]) -> np.ndarray:
         if name not in columns:
@@ -204,14 +208,12 @@ class _Microbatch:
         return ToyArray(self.column(name, self.batch.columns))
 
     def inputs(self) -> LossInputs:
-        ones = np.ones(len(self.rows))
-        multiplier = self.column("multiplier", self.batch.columns) if "multiplier" in self.batch.columns else ones
         return LossInputs(
             tokens=self.tokens,
-            mask=ToyArray(ones.astype(bool)),
+            mask=ToyArray(np.ones(len(self.rows), dtype=bool)),
             seq_ids=self.rows,
             advantages=ToyArray(self.column("advantages", self.batch.columns)),
-            multiplier=ToyArray(multiplier),
+            multiplier=ToyArray(self.multiplier),
             seq=_NoSequences(),
             get=self.get,
         )
