@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,14 @@ class Loop:
         return self.result(model_dir=await self._save_model())
 
     async def _next_groups(self) -> list[SampleGroup]:
-        """The groups of the next step; meanwhile engines that fell out of rotation are brought back."""
-        self.session.host.observe("miles_before_rollout", step=self.step + 1, version=self.version)
+        """The groups of the next step. Meanwhile engines that fell out of rotation are brought back, if the trainer still
+        holds the weights of the last push."""
+        session = self.session
+        session.host.observe("miles_before_rollout", step=self.step + 1, version=self.version)
         began = time.perf_counter()
-        async with self.session.pool.repairing():
-            groups = await self.session.buffer.next_batch()
+        pushed = self.step % self.config.rollout.update_every == 0
+        async with session.pool.repairing() if pushed else nullcontext():
+            groups = await session.buffer.next_batch()
         self.rollout_seconds = time.perf_counter() - began
         return groups
 
@@ -99,6 +103,7 @@ class Loop:
             train_truncated=self.config.train.train_truncated,
             version=self.version,
             max_lag=self.config.rollout.max_lag,
+            old_logprobs=self.config.train.old_logprobs,
             fields=session.fields,
         )
         await self._forward_columns(batch, step)
@@ -307,6 +312,6 @@ def _train_metrics(batches: Sequence[TrainBatch], reports: Sequence[StepReport])
     first = reports[0]
     if first.skipped is None and "logprobs" in first.columns:
         samples = batches[0].samples
-        gap = batching.logprob_gap([s.logprobs for s in samples], first.columns["logprobs"], [s.loss_mask for s in samples])
+        gap = batching.logprob_gap([s.logprobs for s in samples], first.columns["logprobs"], batches[0].mask)
         rows |= {f"gap/{name}": value for name, value in gap.items()}
     return rows

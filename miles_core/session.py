@@ -19,7 +19,7 @@ from miles_core.batch import needs_old_forward
 from miles_core.buffer import GroupBuffer
 from miles_core.component import Environment
 from miles_core.config import ResolvedRun
-from miles_core.engines import EnginePool
+from miles_core.engines import PUSH_MODES, EnginePool
 from miles_core.errors import ConfigError, MilesError
 from miles_core.evaluate import EVAL_SEED
 from miles_core.interfaces import Allocation, DataSource, EngineReplica
@@ -92,7 +92,7 @@ class Session:
             timeout_s=self.config.engine.timeout_s,
             max_attempts=self.config.engine.max_attempts,
             sync_timeout_s=self.config.transport.timeout_s,
-            partial=self.config.rollout.on_stale == "continue",
+            partial=self.partial,
             replace=self._replace_engine,
             on_event=self._engine_event,
         )
@@ -167,6 +167,7 @@ class Session:
         self.loss_needs = self._needs("loss")
         self.driver_needs = self._needs("advantage") | self._needs("correction")
         self.scopes = sorted({s.component.traits.get("scope", "policy") for s in self.run.all("loss")})
+        self.partial = config.rollout.partial or config.rollout.on_stale == "continue"
         self.fields = [spec for name, spec in self.host.fields.items() if name in self.loss_needs | self.driver_needs]
         self.max_context = config.model.max_context or self._model_context()
         self.sampling = self._sampling(config.rollout.sampling)
@@ -238,6 +239,7 @@ class Session:
             tokenizer=self.tokenizer,
             max_context=self.max_context,
             fields=frozenset(spec.name for spec in self.fields),
+            field_specs={spec.name: spec for spec in self.fields},
             baseline="baseline" in self.driver_needs,
             **more,
         )
@@ -264,7 +266,7 @@ class Session:
 
     async def push(self, version: int) -> SyncReport:
         """Sends the trainer's weights to every engine as `version`, verified as the transport table says."""
-        mode = "in_place" if self.config.rollout.on_stale == "continue" else "drain"
+        mode = "retract" if self.partial else PUSH_MODES[self.config.rollout.on_stale]
         probes = await self._make_probes() if self.config.transport.verify else None
         return await self.pool.sync(self.transport, version, probes, mode=mode)
 

@@ -95,8 +95,11 @@ class RolloutTable(UseTable):
     on_stale: Literal["wait", "abort_requeue", "continue"] = "wait"
     """Before a push, for groups that would become older than max_lag: wait for them, abort and start them again under
     the same (prompt, draw), or go on under the new weights with per-token versions."""
+    partial: bool = False
+    """Let requests that run while weights are pushed go on under the new ones, with a version per token, instead of
+    waiting for them; `on_stale = "continue"` always does."""
     update_every: int = Field(default=1, gt=0)
-    """Optimizer steps between two pushes."""
+    """Training steps between two pushes."""
     sampling: SamplingTable = SamplingTable()
     """How answers are sampled for training."""
 
