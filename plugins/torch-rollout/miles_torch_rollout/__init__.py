@@ -21,7 +21,7 @@ class TorchEngineConfig(ComponentConfig):
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of this engine; 0 leaves what PyTorch chose."""
     max_running: int = Field(default=0, ge=0)
-    """Most sequences in one batch; 0 is 64 on the CPU and 512 on CUDA."""
+    """Most sequences in one batch; 0 is 128 on the CPU and 512 on CUDA."""
     max_kv_tokens: int = Field(default=0, ge=0)
     """Most tokens of running sequences whose keys and values are kept; 0 allows 2 GB on the CPU and half of the free
     memory on CUDA. At least one sequence of full length always fits."""

@@ -284,7 +284,7 @@ class TorchEngine(EngineReplica):
             device=self._device,
             dtype=self._model.dtype,
             vocab=self._model.config.vocab_size,
-            max_running=config.max_running or (64 if on_cpu else 512),
+            max_running=config.max_running or (128 if on_cpu else 512),
             max_kv_tokens=config.max_kv_tokens or kv_budget(self._model, self._device),
             prefill_tokens=config.prefill_tokens or (2048 if on_cpu else 16384),
             prefix_cache_tokens=config.prefix_cache_tokens,

@@ -49,7 +49,9 @@ class FusedModel:
         self.head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps, self.scale = config.rms_norm_eps, self.head_size**-0.5
         self.layers = [_Layer(layer) for layer in self.base.layers]
-        self.share_prompts = self.embedding.weight.device.type == "cpu"  # on CUDA the loop over prompts costs more launches
+        self.share_prompts = self.embedding.weight.device.type == "cpu"
+        """Whether rows attend to long prompts in place, with attention in plain products; on CUDA the loop over prompts
+        would cost more in kernel launches than it saves, and the library's attention serves copied prompts."""
 
     def prefill(self, prompts: Sequence[torch.Tensor]) -> list[Prefix]:
         """The prompts' keys and values, and the logits of what follows each."""
@@ -135,7 +137,7 @@ class FusedModel:
         """[N, Q * D] for q [N, Q, D] over each row's own slots and, where it has one, its shared prompt."""
         count = len(q)
         k, v = rows.k[index, :count, :, : plan.num_slots], rows.v[index, :count, :, : plan.num_slots]
-        if q.device.type != "cpu":
+        if not self.share_prompts:
             out = F.scaled_dot_product_attention(
                 q[:, :, None], k, v, attn_mask=plan.mask, scale=self.scale, enable_gqa=self.num_q > self.num_kv
             )

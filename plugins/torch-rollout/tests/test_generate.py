@@ -19,12 +19,12 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
-@pytest.mark.parametrize("share_from", [1, 10**9])
+@pytest.mark.parametrize("prompts", ["in place", "copied", "copied, as on CUDA"])
 @pytest.mark.parametrize(("family", "forward"), [*((f, "auto") for f in FAMILIES), ("llama", "generic")])
 def test_logprobs_of_a_mixed_batch_are_those_of_hugging_face(
-    family, forward, share_from, model_folder, reference, serve, ask, prompt, monkeypatch
+    family, forward, prompts, model_folder, reference, serve, ask, prompt, monkeypatch
 ):
-    monkeypatch.setattr(kv, "SHARE_MIN_TOKENS", share_from)  # prompts in place (1), or copied into rows
+    monkeypatch.setattr(kv, "SHARE_MIN_TOKENS", 1 if prompts == "in place" else 10**9)
     folder = model_folder(family)
     requests = [
         ask(f"{length}/{i}", prompt(length), seed=100 * length + i, temperature=t, max_new_tokens=new, top_p=p, top_k=k)
@@ -34,6 +34,8 @@ def test_logprobs_of_a_mixed_batch_are_those_of_hugging_face(
 
     async def go():
         async with serve(folder, forward=forward, max_running=7) as engine:  # fewer rows than requests: some join later
+            if prompts == "copied, as on CUDA":
+                engine._batch.decoder.share_prompts = engine._batch.rows.share = False
             return await asyncio.gather(*(engine.generate(r) for r in requests))
 
     for request, answer in zip(requests, run(go()), strict=True):
