@@ -16,7 +16,12 @@ from miles_core.errors import ConfigError, ContractError
 from miles_core.types import LossInputs, LossOutput, Metric, TrainBatch
 from miles_fsdp_trainer.microbatch import Microbatch
 
-COMPUTED = ("logprobs", "entropy", "logsumexp", "values")
+COMPUTED = {"policy": ("logprobs", "entropy", "logsumexp"), "critic": ("values",)}
+"""What the model of each role gives, besides "topk:K"."""
+
+
+class OtherRole(ContractError):
+    """A loss asked for what only the model of another role gives: it does not train this one."""
 
 
 class Term(NamedTuple):
@@ -66,7 +71,7 @@ class Tally:
     """Losses that were not finite, with the samples concerned."""
 
     def add(self, name: str, metric: tuple[Any, Any, Any]) -> None:
-        total, count, reduce = metric
+        total, count, reduce = (v.detach() if isinstance(v, torch.Tensor) else v for v in metric)
         self.metrics[name] = merge_metric(self.metrics.get(name), (float(total), float(count), reduce))
 
 
@@ -88,16 +93,15 @@ def loss_inputs(batch: TrainBatch, micro: Microbatch, masks: Sequence[Any], outp
             k = int(name.removeprefix("topk:"))
             ids, logprobs = outputs["topk_ids"][:, :k], outputs["topk_logprobs"][:, :k]
             return TopK(micro.scatter(ids), micro.scatter(logprobs))
-        if name in COMPUTED and name in outputs:
+        if name in outputs:
             return micro.scatter(outputs[name])
         if name == "old_logprobs" and batch.old_is_current:
             return get("logprobs").detach()
         if name in batch.columns:
             return column(name)
-        known = sorted({*batch.columns, *(COMPUTED[:3] if "logprobs" in outputs else ()), *outputs} - {"topk_ids"})
-        raise ContractError(
-            f'a loss asked for "{name}", which its `needs` did not announce', f"here are: {', '.join(known)}"
-        )
+        missing = OtherRole if name in COMPUTED["critic" if "logprobs" in outputs else "policy"] else ContractError
+        known = sorted({*batch.columns, *outputs} - {"topk_ids", "topk_logprobs"})
+        raise missing(f'a loss asked for "{name}", which its `needs` did not announce', f"here are: {', '.join(known)}")
 
     def get(name: str) -> Any:
         if name not in cache:
@@ -123,12 +127,16 @@ def total_loss(
 ) -> torch.Tensor | None:
     """Sum over terms and tokens of weight of the table * token weight of the scope * multiplier * per-token loss.
 
-    Only terms whose output has one of `scopes` count; None when there are none. Multipliers are corrections of the
-    policy's importance weights and apply to scope "policy". Non-finite terms are recorded in `tally.failures`.
+    Only terms whose output has one of `scopes` count, and that ask for nothing of another role; None without any.
+    Multipliers correct the policy's importance weights and apply to scope "policy". A term that is not finite is
+    recorded in `tally.failures`.
     """
     total: torch.Tensor | None = None
     for term in terms:
-        out = term.function(x)
+        try:
+            out = term.function(x)
+        except OtherRole:
+            continue
         if out.scope not in scopes:
             continue
         if out.per_token.shape != x.mask.shape:

@@ -300,7 +300,10 @@ class FsdpRank(TrainerRank):
             for role in self.roles.values()
             if role.optimizer and not weights_only
         ]
-        with torch.no_grad():
+        generator = {"cpu": torch.get_rng_state()}
+        if not weights_only:
+            generator = weights.read_into(folder / "rng.safetensors", generator, "random state")
+        with torch.no_grad():  # everything has been read and checked: from here on nothing can fail half way
             for own, loaded in staged:
                 for name, parameter in own.items():
                     parameter.copy_(loaded[name])
@@ -308,8 +311,7 @@ class FsdpRank(TrainerRank):
             optimizer.restore(moments, count)
         if not weights_only:
             self.steps = state["steps"]
-            rng = weights.read_into(folder / "rng.safetensors", {"cpu": torch.get_rng_state()}, "random state")
-            torch.set_rng_state(rng["cpu"])
+            torch.set_rng_state(generator["cpu"])
 
     def _read_state(self, folder: Path) -> dict[str, Any]:
         file = folder / "trainer.json"

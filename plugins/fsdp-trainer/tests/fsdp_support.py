@@ -175,6 +175,8 @@ def plain_model(folder):
 
 
 def close(a, b, *, rtol=1e-5, atol=1e-6):
+    """Equal to fp32 rounding: `atol` is in units of the largest entry of all tensors, or of 1 if that is smaller."""
     assert a.keys() == b.keys()
+    atol *= max(1.0, *(float(v.abs().max()) for v in b.values()))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")

@@ -29,10 +29,16 @@ def pair(tiny, tmp_path_factory):
     one.save(single)
     processes = [
         subprocess.Popen(
-            [sys.executable, Path(__file__).parent / "two_ranks.py",
-             json.dumps({"rank": r, "folder": str(folder), "model": str(model), "single": str(single)})],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                Path(__file__).parent / "two_ranks.py",
+                json.dumps({"rank": r, "folder": str(folder), "model": str(model), "single": str(single)}),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for r in range(2)
     ]
     try:

@@ -55,9 +55,7 @@ def main(rank: int, folder: Path, model: Path, single: Path) -> None:
     out["skipped"] = trainer.step(shard_of(nothing, rank)).skipped
     out["hash_after_skip"] = hashes(trainer)
 
-    out["buckets"] = [
-        [(t.name, t.dtype, t.shape) for t in b.tensors] for b in trainer.export("hf_full", bucket_bytes=4096)
-    ]
+    out["buckets"] = [[(t.name, t.dtype, t.shape) for t in b.tensors] for b in trainer.export("hf_full", bucket_bytes=4096)]
     for name in ("saved", "model"):
         (folder / name).mkdir(exist_ok=True)
     trainer.save(folder / "saved")
