@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def run_command(
     """The body of `miles run`; returns the exit code or raises a MilesError that carries one."""
     run = load(config, sets=sets, plugins=plugins, adjust=adjust, files=files, strict=strict)
     check_requirements(run)
+    # Engine and trainer may share this process: an idle OpenMP pool of one must not spin on the other's cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     view = make_view()
     if dry_run:
         show_plan(run, view.console)

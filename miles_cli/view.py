@@ -42,6 +42,8 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 def number(value: float | None, digits: int = 3) -> str:
     if value is None:
         return "-"
+    if abs(value) < 1e-6:
+        return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
@@ -95,6 +97,8 @@ class ConsoleView(RunView):
             f"miles {info.get('version', '')} · {info['name']} · {info['steps']} steps of "
             f"{info['groups_per_step']} x {info['samples_per_group']} samples"
         )
+        if info.get("resumed"):
+            self.line(f"resuming after step {info['first_step']}")
         self.line(f"run folder: {info['run_dir']}")
 
     def phase(self, name: str, done: int = 0, total: int = 0, unit: str = "") -> None:
@@ -242,16 +246,17 @@ def last_words(group: SampleGroup) -> str:
 
 
 def evaluation_table(evaluations: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]]) -> Table:
+    """Before and after, one row per evaluation."""
     table = Table(title="evaluation", box=None, title_justify="left", header_style="bold", pad_edge=False)
-    for title in ("name", "step", "accuracy", "reward", "length"):
+    for title in ("name", "steps", "accuracy", "reward", "length"):
         table.add_column(title, justify="left" if title == "name" else "right")
     for name, rows in evaluations.items():
-        for step, metrics in rows:
-            table.add_row(
-                name,
-                str(step),
-                f"{metrics.get('accuracy', 0):.1%}",
-                number(metrics.get("reward")),
-                number(metrics.get("response_length")),
-            )
+        ends = [rows[0]] if len(rows) == 1 else [rows[0], rows[-1]]
+        cells = [
+            [str(step) for step, _ in ends],
+            [f"{m.get('accuracy', 0):.1%}" for _, m in ends],
+            [number(m.get("reward")) for _, m in ends],
+            [number(m.get("response_length")) for _, m in ends],
+        ]
+        table.add_row(name, *(" -> ".join(pair) for pair in cells))
     return table

@@ -100,15 +100,16 @@ async def drive(run: ResolvedRun, run_dir: Path, view: RunView, resume: checkpoi
     reason, began = "failed", time.monotonic()
     loop: Loop | None = None
     try:
+        first_step = resume.step if resume and resume.path else 0
+        session.announce(first_step)
         with _stop_on_signals(stop, view):
             await _open(session, stop)
             checkpoint.clean(run_dir)
             loop = Loop(session, stop)
-            first_step = resume.step if resume and resume.path else 0
             session.rewind_trackers(first_step)
             if resume and resume.path:
                 await loop.restore(resume.path)
-            session.begin(first_step)
+            run.host.observe("miles_run_start", config=run.config, run_dir=run_dir)
             result = await loop.run()
         reason = "already complete" if result.already_complete else "done"
         session.finish(reason, result, time.monotonic() - began)

@@ -311,7 +311,8 @@ class Session:
 
     # --- Reporting ---------------------------------------------------------------------------------------------------
 
-    def begin(self, first_step: int) -> None:
+    def announce(self, first_step: int) -> None:
+        """The first lines of a run, before anything is opened."""
         config = self.config
         self.view.started(
             {
@@ -326,7 +327,6 @@ class Session:
                 "resumed": first_step > 0,
             }
         )
-        self.host.observe("miles_run_start", config=config, run_dir=self.run_dir)
 
     def finish(self, reason: str, result: Any, seconds: float) -> None:
         summary: dict[str, Any] = {"run_dir": str(self.run_dir), "seconds": seconds}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from miles_core.errors import ConfigError
 from miles_fsdp_trainer import FsdpConfig, attention, check_model_folder
@@ -103,6 +104,7 @@ def _logit_divisor(lm: Any) -> float:
 def load_model(path: Path, config: FsdpConfig, *, value_head: bool, single: bool) -> PackedModel:
     """The model of a folder in fp32 on the CPU, dropout off. Raises ConfigError with the folder's name."""
     check_model_folder(path)
+    logging.disable_progress_bar()  # it would write over the run's own display
     attention.register()
     implementation = attention.NAME if config.packing else "sdpa"
     try:

@@ -37,7 +37,9 @@ def pick_device(config: TorchEngineConfig, given: str) -> torch.device:
 def load_model(folder: Path, config: TorchEngineConfig, device: torch.device) -> Any:
     """The causal language model of a folder, frozen, on the device. Raises EngineFailed with the reason."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # it would write over the run's own display
     default = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = default if config.dtype == "auto" else getattr(torch, config.dtype)
     if not (folder / "config.json").is_file():
