@@ -112,7 +112,7 @@ class WorkerProcess:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=stderr,
+                stdout=stderr,  # what a reward prints goes to the log, never into the protocol
                 stderr=stderr,
                 pass_fds=[theirs.fileno()],
                 env={"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env, TOKEN_VARIABLE: self.token},

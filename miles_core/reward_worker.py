@@ -56,7 +56,6 @@ def main(fd: int, parent: int) -> None:
     sock.set_inheritable(False)
     die_with_parent(parent)
     become_subreaper()
-    os.dup2(2, 1)  # what a reward prints goes to the log, never into the protocol
     replies = Replies(sock)
     frame = read_frame(sock)
     if frame is None:

@@ -129,7 +129,7 @@ class Slow(Zoo):
 
 class Asynchronous(Zoo):
     async def score(self, sample):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
         return super().score(sample)
 
 
