@@ -96,7 +96,11 @@ class Session:
             replace=self._replace_engine,
             on_event=self._engine_event,
         )
-        await asyncio.gather(self.trainer.start(), self.pool.start())
+        if len(role_specs(self.run)) == 2:
+            await asyncio.gather(self.trainer.start(), self.pool.start())
+        else:  # loading a model changes process-wide defaults (torch's dtype): in one process, one after the other
+            await self.trainer.start()
+            await self.pool.start()
         self.transport = self.wiring.build("transport")
         await self.transport.connect(self.trainer, self.pool)
         self._build_buffer()

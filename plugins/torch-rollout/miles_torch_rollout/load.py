@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ def pick_device(config: TorchEngineConfig, given: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+_one_at_a_time = threading.Lock()
+"""transformers changes torch's default dtype while it loads, for the whole process."""
+
+
 def load_model(folder: Path, config: TorchEngineConfig, device: torch.device) -> Any:
     """The causal language model of a folder, frozen, on the device. Raises EngineFailed with the reason."""
     from transformers import AutoModelForCausalLM
@@ -45,9 +50,10 @@ def load_model(folder: Path, config: TorchEngineConfig, device: torch.device) ->
     if not (folder / "config.json").is_file():
         raise EngineFailed(f"there is no model in {folder}: it has no config.json")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, attn_implementation=config.attention, local_files_only=True
-        )
+        with _one_at_a_time:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=dtype, attn_implementation=config.attention, local_files_only=True
+            )
     except (OSError, ValueError, KeyError) as error:
         raise EngineFailed(f"cannot load the model in {folder}: {error}") from error
     model.requires_grad_(False).eval()
