@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from miles_core.fields import FieldSpec
 from miles_core.types import Metric, Reduce
 
 T = TypeVar("T")
@@ -109,6 +110,8 @@ class BuildContext:
     device: str = "auto"
     needs: frozenset[str] = frozenset()
     """Union of the columns that the selected advantages, corrections and losses read."""
+    fields: Mapping[str, FieldSpec] = field(default_factory=dict)
+    """Declared side channels by name: a trainer rank packs by these what a loss asks of `LossInputs.get`."""
     select: Callable[[str], Sequence[Any]] | None = None
     """`select(kind)` builds the selected components of another kind in this process, as (name, object) pairs; a trainer
     rank gets its losses, extensions and model spec this way."""

@@ -277,6 +277,7 @@ class Wiring:
             tokenizer=None if selection.kind == "tokenizer" else _Later(lambda: self.tokenizer),
             secrets=Secrets(selection),
             needs=self.needs,
+            fields=self.run.host.fields,
             select=self.build_all,
             **self._place,
         )

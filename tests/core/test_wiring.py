@@ -134,6 +134,13 @@ def test_context_holds_what_this_process_knows(dists: Dists, tmp_path: Path):
     assert [n for n, _ in context.select("loss")] == ["clip"]
 
 
+def test_context_holds_the_declared_side_channels(dists: Dists, tmp_path: Path):
+    install(dists)
+    run = run_of(dists)
+    fields = Wiring(run, run_dir=tmp_path).context(run.one("engine")).fields
+    assert {name: spec.align for name, spec in fields.items()} == {"acme_route": "token"}
+
+
 def test_needs_are_the_union_over_advantages_corrections_and_losses(dists: Dists):
     """gae reads old_values, the loss old_logprobs."""
     run = run_of(dists, CONFIG, "advantage[0].use=gae", "roles.critic.use=trainer")
