@@ -68,10 +68,11 @@ class FsdpRank(TrainerRank):
                 self.roles[name] = self._load_role(name)
         check_packing(self.roles["policy"].model, self.config, self.device)
         select = self.context.select or (lambda kind: ())
-        names = [name for name, _ in select("loss")]
+        pairs = list(select("loss"))
+        names = [name for name, _ in pairs]
         self.terms = [
             Term(f"{name}-{i}" if names.count(name) > 1 else name, function, table.weight)
-            for i, ((name, function), table) in enumerate(zip(select("loss"), run.loss, strict=True))
+            for i, ((name, function), table) in enumerate(zip(pairs, run.loss, strict=True))
         ]
         self.extensions = [extension for _, extension in select("extension")]
         for extension in self.extensions:
