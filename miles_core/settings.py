@@ -212,8 +212,9 @@ class TransportTable(UseTable):
     """Limit for each phase of a push."""
     verify: bool = True
     """Re-score fixed prompts after each push, besides the hashes."""
-    tolerance: float = Field(default=0.05, gt=0)
-    """Largest mean difference, in nats, between trainer and engine on the fixed prompts."""
+    tolerance: float = Field(default=0.25, gt=0)
+    """Largest mean difference, in nats, between trainer and engine on the fixed prompts. The same weights in fp32 differ by
+    1e-5, a bf16 engine of a small model by up to 0.06, wrong weights by whole nats."""
 
 
 class LauncherTable(UseTable):
