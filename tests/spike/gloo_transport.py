@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 ABORT_LIMIT_S = 10.0
+"""How long an engine of a broken group may take to leave it."""
 
 
 # --- Rank side -------------------------------------------------------------------------------------------------------
@@ -35,19 +36,21 @@ ABORT_LIMIT_S = 10.0
 
 class GlooSender(WeightSender):
     """The source is the rank whose buckets have tensors; it must be the same one for a whole send. The plan's options:
-    group (a name), num_engines, fresh (whether the group is to be formed).
+    group (a name), num_engines, fresh (whether the group is to be formed), timeout_s of one transfer. That limit must
+    be shorter than the driver's for the same pull: a source that the driver has given up on blocks the next attempt.
 
     Yields, on the source: [join], then one "broadcast" per bucket; the pull after each performs what it announced. The
     other ranks yield None as often, so that all end together.
     """
 
-    def __init__(self, *, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self) -> None:
         self._name = ""
         self._group: Any = None
+        self._limit = datetime.timedelta(0)
 
     def send(self, plan: SendPlan, buckets: Iterator[Bucket]) -> Iterator[WeightMessage | None]:
-        bucket, source = next(buckets), False
+        self._limit = datetime.timedelta(seconds=plan.options["timeout_s"])
+        bucket = next(buckets)
         source = bool(bucket.tensors)
         if plan.options["fresh"]:
             yield from self._form(plan) if source else (None,)
@@ -68,17 +71,16 @@ class GlooSender(WeightSender):
 
         self.close()
         name, size = plan.options["group"], plan.options["num_engines"] + 1
-        limit = datetime.timedelta(seconds=self.timeout_s)
-        store = dist.TCPStore(HOST, 0, size, is_master=True, timeout=limit, wait_for_workers=False)
+        store = dist.TCPStore(HOST, 0, size, is_master=True, timeout=self._limit, wait_for_workers=False)
         body = {"host": HOST, "port": store.port, "group": name, "world_size": size}
         yield WeightMessage(kind="join", version=plan.version, body=body)
         # the prefixes under which torch's own helper, and SGLang around it, look for their peers
         for prefix in (name, f"{name}/", "cpu/"):
             store = dist.PrefixStore(prefix, store)
         try:
-            self._group = dist.ProcessGroupGloo(store, 0, size, limit)
+            self._group = dist.ProcessGroupGloo(store, 0, size, self._limit)
         except Exception as error:
-            raise WeightSyncFailed(f"group {name} did not form within {self.timeout_s:g} s: {error}") from error
+            raise WeightSyncFailed(f"group {name} did not form within {self._limit}: {error}") from error
         self._name = name
 
     def _message(self, plan: SendPlan, bucket: Bucket) -> WeightMessage:
@@ -92,7 +94,7 @@ class GlooSender(WeightSender):
 
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        options.timeout = datetime.timedelta(seconds=self.timeout_s)
+        options.timeout = self._limit
         try:
             self._group.broadcast([bucket.data], options).wait()
         except Exception as error:
@@ -164,7 +166,7 @@ class GlooTransport(WeightTransport):
         fresh = members != self._members
         self._group = f"miles-{secrets.token_hex(4)}" if fresh else self._group
         self._members = []  # until this send has gone through
-        options = {"group": self._group, "num_engines": len(ends), "fresh": fresh}
+        options = {"group": self._group, "num_engines": len(ends), "fresh": fresh, "timeout_s": self.timeout_s}
         plan = SendPlan(version=version, bucket_bytes=self.bucket_bytes, transport="gloo", options=options)
         await self._trainer.send_open(plan, timeout_s=self.timeout_s)
         hashes, announced = [], []
@@ -206,11 +208,12 @@ class GlooTransport(WeightTransport):
         for end in ends:
             if end.result.ok:
                 end.fail(end.result.phase, f"the group broke: {problem}")
-        message = WeightMessage(kind="abort", version=version, timeout_s=ABORT_LIMIT_S)
+        limit = min(ABORT_LIMIT_S, self.timeout_s)
+        message = WeightMessage(kind="abort", version=version, timeout_s=limit)
 
         async def abort(end: _End) -> None:
             with contextlib.suppress(Exception):
-                await bounded(end.engine.receive(replace(message, incarnation=end.engine.incarnation)), ABORT_LIMIT_S)
+                await bounded(end.engine.receive(replace(message, incarnation=end.engine.incarnation)), limit)
 
         await asyncio.gather(*(abort(end) for end in ends))
 

@@ -51,7 +51,7 @@ class MegatronRank(TrainerRank):
         self.context, self.tp, self.pp = context, tp, pp
         self.rank, self.max_tokens = context.index, max_tokens
         self.paths = {"policy": Path(context.model_path), **({"critic": Path(critic)} if critic else {})}
-        self.fields = {spec["name"]: FieldSpec(**{**spec, "axes": tuple(spec.get("axes", ()))}) for spec in fields}
+        self.fields = {**context.fields, **{spec["name"]: FieldSpec(**spec) for spec in fields}}
         components = [load_factory(reference) for reference in losses]
         self.losses = [(c.name, c.traits["scope"], c.build(c.config(), context)) for c in components]
         self.optimizer_options = {"lr": lr, "max_grad_norm": max_grad_norm}
@@ -313,6 +313,6 @@ class MegatronRank(TrainerRank):
         return {name: str(role.optimizer.optimizer.param_groups[0].get("step", 0)) for name, role in self.roles.items()}
 
 
-def build(context: BuildContext, sender_timeout_s: float = 20.0, **options: Any) -> RankHost:
+def build(context: BuildContext, **options: Any) -> RankHost:
     """Worker factory: a rank with the sender of the gloo transport beside it."""
-    return RankHost(MegatronRank(context, **options), lambda plan: GlooSender(timeout_s=sender_timeout_s))
+    return RankHost(MegatronRank(context, **options), lambda plan: GlooSender())

@@ -30,7 +30,6 @@ CPU_OPTIONS = (
     *("--max-running-requests", "16", "--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "info"),
 )
 FINISH: dict[str, Status] = {"stop": "stop", "length": "length", "abort": "aborted"}
-CONTROL_LIMIT_S = 30.0
 
 
 class SglangEngine(EngineReplica):
@@ -44,6 +43,8 @@ class SglangEngine(EngineReplica):
     max_running = 16
 
     def __init__(self, engine_id: str, model: Path, log: Path, *, start_timeout_s: float = 240.0) -> None:
+        self.control_limit_s = 30.0
+        """Limit of one HTTP request that should be answered at once."""
         self.id, self.model, self.log, self.start_timeout_s = engine_id, model, log, start_timeout_s
         self.version: int | None = 0
         """None while an update is under way or has failed: what the server then holds is no version."""
@@ -91,14 +92,14 @@ class SglangEngine(EngineReplica):
         tail = self.log.read_text(errors="replace").splitlines()[-15:]
         raise EngineFailed(f"{self.id} did not come up within {self.start_timeout_s:g} s", *tail)
 
-    def kill(self) -> None:
-        """SIGKILL to the server and its children, at once."""
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the server and its children."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, number)
 
     async def close(self) -> None:
         if self.process is not None and self.process.returncode is None:
-            self.kill()  # SIGTERM is known to hang
+            self.send_signal(signal.SIGKILL)  # SIGTERM is known to hang
             await asyncio.to_thread(self.process.wait, 10)
         if self._http is not None:
             await self._http.close()
@@ -183,7 +184,7 @@ class SglangEngine(EngineReplica):
         for request_id in wanted:
             await self._call("POST", "/abort_request", {"rid": request_id})
         if wanted:
-            await asyncio.wait(wanted.values(), timeout=CONTROL_LIMIT_S)
+            await asyncio.wait(wanted.values(), timeout=self.control_limit_s)
 
     async def pause(self, mode: str = "abort") -> None:
         if mode != "abort":
@@ -270,12 +271,15 @@ class SglangEngine(EngineReplica):
 
     # --- HTTP ---
 
-    async def _call(self, method: str, path: str, body: Any = None, *, limit_s: float | None = CONTROL_LIMIT_S) -> Any:
-        """The JSON answer, or None. Raises EngineFailed with what the server said, also when it is gone."""
+    async def _call(self, method: str, path: str, body: Any = None, *, limit_s: float | None = -1.0) -> Any:
+        """The JSON answer, or None. `limit_s` is `control_limit_s` by default, None for no limit.
+
+        Raises EngineFailed with what the server said, also when it is gone."""
         if self.process is None or self.process.poll() is not None:
             raise EngineFailed(f"{self.id}: its server is gone")
+        limit = aiohttp.ClientTimeout(total=self.control_limit_s if limit_s == -1.0 else limit_s)
         try:
-            async with self._http.request(method, path, json=body, timeout=aiohttp.ClientTimeout(total=limit_s)) as reply:
+            async with self._http.request(method, path, json=body, timeout=limit) as reply:
                 text = await reply.text()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineFailed(f"{self.id}: {path}: {type(error).__name__} {error}") from error
