@@ -56,7 +56,7 @@ class JsonlTracker(Tracker):
             },
         )
         chosen = groups[:: max(1, len(groups) // max(self.config.samples_per_step, 1))][: self.config.samples_per_step]
-        for group in chosen:
+        for group in filter(lambda group: group.samples, chosen):
             sample = group.samples[step % len(group.samples)]
             self._append("samples.jsonl", {"step": step, **self._describe(group, sample)})
 
@@ -72,13 +72,14 @@ class JsonlTracker(Tracker):
             "prompt": shorten(prompt, limit),
             "label": shorten(str(group.prompt.label), limit),
             "response": shorten(sample.response, limit),
-            "reward": sample.reward,
+            "reward": sample.reward if sample.reward is None or math.isfinite(sample.reward) else None,
             "status": sample.status,
             "num_tokens": sample.num_response_tokens,
         }
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        with open(self.run_dir / name, "a", encoding="utf-8") as file:
+        # A lone surrogate, which UTF-8 cannot hold, is then written as the JSON escape that it came from.
+        with open(self.run_dir / name, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(json.dumps(row, ensure_ascii=False, allow_nan=False, default=str) + "\n")
 
 

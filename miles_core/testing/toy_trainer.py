@@ -165,10 +165,10 @@ class ToyTrainer(TrainerRank):
         for file, shapes in files.items():
             tensors[file] = model.read_tensors(folder / f"{file}.safetensors")
             model.check_names(str(folder / f"{file}.safetensors"), tensors[file], shapes)
+        num_steps = 0 if weights_only else _read_steps(folder / "trainer.json")
         self.params = tensors["policy"]
         if not weights_only:
-            self.reference, self.moments = tensors["reference"], tensors["optimizer"]
-            self.num_steps = json.loads((folder / "trainer.json").read_text("utf-8"))["num_steps"]
+            self.reference, self.moments, self.num_steps = tensors["reference"], tensors["optimizer"], num_steps
 
     def save_model(self, folder: Path) -> None:
         model.write_model(folder, self.params)
@@ -232,6 +232,13 @@ class _NoSequences:
             f"the toy trainer differentiates elementwise losses only, and this loss uses seq.{name}",
             "train it with another trainer, for example fsdp",
         )
+
+
+def _read_steps(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_text("utf-8"))["num_steps"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot read the trainer's state in {path}: {error}") from error
 
 
 def _tempered(logits: np.ndarray, temperature: Any) -> np.ndarray:
