@@ -69,6 +69,7 @@ def main(rank: int, folder: Path, model: Path, single: Path) -> None:
     trainer.load(single)
     out["loaded"] = (hashes(trainer), three_steps(trainer, rank), support.parameters(trainer))
     torch.save(out, folder / f"results-{rank}.pt")
+    torch.distributed.barrier()  # gloo: a rank that leaves early cuts the other's last collective short
     trainer.close()
 
 
