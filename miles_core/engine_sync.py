@@ -152,8 +152,8 @@ async def _verify(
         if not gap <= tolerance:  # also when it is NaN
             raise PhaseFailed(
                 "score",
-                f"{member.id} and the trainer differ by {gap:.4g} nats on fixed prompt {i} (transport.tolerance is {tolerance:g}): "
-                "the engine does not compute what the trainer computes",
+                f"{member.id} and the trainer differ by {gap:.4g} nats on fixed prompt {i} "
+                f"(transport.tolerance is {tolerance:g}): the engine does not compute what the trainer computes",
             )
 
 

@@ -118,7 +118,7 @@ def loss(
 
 
 def metric(name: str, *, summary: str = "") -> Decorator:
-    """`f(groups, batch, reports, *, ...) -> mapping of numbers`, logged under `metric/<name>/`."""
+    """`f(groups, batch, reports, *, ...) -> mapping of numbers`, logged under `<name>/`."""
     return _decorator("metric", name, _as_is, ARGUMENTS["metric"], summary)
 
 

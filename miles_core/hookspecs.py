@@ -236,8 +236,8 @@ def miles_before_rollout(step: int, version: int) -> None:
 
 @hookspec
 def miles_batch_ready(step: int, batch: Any) -> None:
-    """Runs in: driver. Called: when advantages, masks and weights of a step are fixed. `batch` is the `TrainBatch` of the
-    whole step; it must not be changed. Returns: nothing. Since: 0.1."""
+    """Runs in: driver. Called: when advantages, masks and weights of a step are fixed. `batch` is the step's
+    `miles_core.batch.RolloutBatch`; it must not be changed. Returns: nothing. Since: 0.1."""
 
 
 @hookspec

@@ -9,8 +9,8 @@ import numpy as np
 
 from miles_core.builtin.rollouts import fits, prompt_tokens
 from miles_core.errors import DataError
-from miles_core.interfaces import DataSource, Tokenizer
-from miles_core.types import Prompt
+from miles_core.interfaces import DataSource, Sampler, Tokenizer
+from miles_core.types import Prompt, SampleGroup
 
 MAX_LONG_IN_A_ROW = 1000
 """Prompts in a row that may be too long before a data set counts as unusable."""
@@ -29,19 +29,30 @@ class PromptFeed:
         max_context: int,
         *,
         refuse_long: bool,
+        sampler: Sampler | None = None,
         note: Callable[[str, str], None],
     ) -> None:
         self.data, self.tokenizer, self.max_context = data, tokenizer, max_context
         self.refuse_long, self.note = refuse_long, note
+        self.sampler = sampler
         self.dropped = 0
+        self.history: dict[str, float] = {}
+        """Mean reward of each prompt id the last time that it was judged; what a sampler sees."""
+
+    def remember(self, group: SampleGroup) -> None:
+        rewards = [s.reward for s in group.samples if s.reward is not None]
+        if self.sampler is not None and rewards:
+            self.history[group.prompt.id] = sum(rewards) / len(rewards)
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts; fewer when the source is exhausted. Raises DataError when one is too long and that is
         refused, or when a whole epoch (at most MAX_LONG_IN_A_ROW) is."""
         taken: list[Prompt] = []
-        long_in_a_row = 0
+        long_in_a_row = skipped_in_a_row = 0
         limit = min(self.data.num_prompts or MAX_LONG_IN_A_ROW, MAX_LONG_IN_A_ROW)
         while len(taken) < n and (prompts := self.data.next(n - len(taken))):
+            if self.sampler is not None and not (prompts := self._pick(prompts)):
+                skipped_in_a_row += 1
             for prompt in prompts:
                 num_tokens = len(prompt_tokens(prompt, self.tokenizer).token_ids)
                 if fits(num_tokens, self.max_context):
@@ -50,6 +61,8 @@ class PromptFeed:
                 else:
                     self._drop(prompt, num_tokens)
                     long_in_a_row += 1
+            if skipped_in_a_row >= MAX_LONG_IN_A_ROW:
+                raise DataError(f"the sampler kept nothing of the last {skipped_in_a_row} draws (sampler.use)")
             if long_in_a_row >= limit:
                 raise DataError(
                     f"all of the last {long_in_a_row} prompts fill the context of {self.max_context} tokens",
@@ -82,11 +95,15 @@ class PromptFeed:
             )
 
     def state(self) -> dict[str, Any]:
-        return {"source": self.data.state(), "dropped": self.dropped}
+        return {"source": self.data.state(), "dropped": self.dropped, "history": self.history}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.data.restore(state["source"])
-        self.dropped = state["dropped"]
+        self.dropped, self.history = state["dropped"], dict(state["history"])
+
+    def _pick(self, prompts: list[Prompt]) -> list[Prompt]:
+        assert self.sampler is not None
+        return list(self.sampler.pick(prompts, self.history))
 
     def _drop(self, prompt: Prompt, num_tokens: int) -> None:
         problem = f'prompt "{prompt.id}" has {num_tokens} tokens, and the context holds {self.max_context}'

@@ -226,8 +226,8 @@ class Scorer:
         self.first_traceback = self.first_traceback or text
         new = (entry.name, outcome.reason) not in self._logged
         self._logged.add((entry.name, outcome.reason))
-        if outcome.kind == "timeout":
-            log.warning("%s; its worker is killed and replaced", head)
+        if outcome.kind == "timeout" and new:
+            log.warning("%s; its worker is killed and replaced; further ones are counted", head)
         elif new:
             log.error("%s", text)
         else:

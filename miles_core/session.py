@@ -4,15 +4,12 @@ cheap mistakes show before expensive starts, and closed in the reverse."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from miles_core import __version__
 from miles_core.batch import needs_old_forward
@@ -25,6 +22,7 @@ from miles_core.evaluate import EVAL_SEED
 from miles_core.interfaces import Allocation, DataSource, EngineReplica
 from miles_core.launch import launch_engines, launch_trainer, role_specs
 from miles_core.observers import TrackerHost
+from miles_core.probes import Probes
 from miles_core.prompts import PromptFeed
 from miles_core.scoring import Scorer
 from miles_core.settings import EvalTable, SamplingTable, TrainTable
@@ -48,7 +46,6 @@ FORWARD_COLUMNS = {
     "old_values": ("critic", "values"),
 }
 """Columns that cost a forward pass: name -> (role, output)."""
-PROBE_TOKENS = 32
 
 
 class Session:
@@ -64,7 +61,6 @@ class Session:
         self.scorer: Any = None
         self.buffer: Any = None
         self.transport: Any = None
-        self._probes: list[Any] = []
 
     # --- Opening and closing -----------------------------------------------------------------------------------------
 
@@ -103,6 +99,7 @@ class Session:
             await self.pool.start()
         self.transport = self.wiring.build("transport")
         await self.transport.connect(self.trainer, self.pool)
+        self.probes = Probes(self.trainer, self.feed, self.config.transport.tolerance)
         self._build_buffer()
 
     async def close(self, reason: str) -> None:
@@ -175,7 +172,7 @@ class Session:
         self.fields = [spec for name, spec in self.host.fields.items() if name in self.loss_needs | self.driver_needs]
         self.max_context = config.model.max_context or self._model_context()
         self.sampling = self._sampling(config.rollout.sampling)
-        self.feed = self._feed(wiring.build("data"))
+        self.feed = self._feed(wiring.build("data"), self._only("sampler"))
         self.feed.check(config.rollout.groups_per_step)
         self.scorer = Scorer.from_run(self.run, wiring, self.run_dir)
 
@@ -189,9 +186,13 @@ class Session:
             return 1 << 30
         return int(json.loads(path.read_text("utf-8")).get("max_position_embeddings") or 1 << 30)
 
-    def _feed(self, data: DataSource) -> PromptFeed:
+    def _only(self, kind: str) -> Any:
+        """The component of a kind that a run may do without."""
+        return self.wiring.build(kind) if self.run.all(kind) else None
+
+    def _feed(self, data: DataSource, sampler: Any = None) -> PromptFeed:
         refuse = self.config.data.long_prompts == "error"
-        return PromptFeed(data, self.tokenizer, self.max_context, refuse_long=refuse, note=self.view.note)
+        return PromptFeed(data, self.tokenizer, self.max_context, refuse_long=refuse, sampler=sampler, note=self.view.note)
 
     def _sampling(self, table: SamplingTable) -> SamplingParams:
         stop_ids = dict.fromkeys((*table.stop_token_ids, *self.tokenizer.stop_token_ids))
@@ -209,6 +210,7 @@ class Session:
             update_every=rollout.update_every,
             max_rounds=rollout.max_rounds,
             on_exhausted=rollout.on_exhausted,
+            on_group=lambda group, verdict: self.feed.remember(group),
         )
 
     # --- Groups ------------------------------------------------------------------------------------------------------
@@ -271,19 +273,8 @@ class Session:
     async def push(self, version: int) -> SyncReport:
         """Sends the trainer's weights to every engine as `version`, verified as the transport table says."""
         mode = "retract" if self.partial else PUSH_MODES[self.config.rollout.on_stale]
-        probes = await self._make_probes() if self.config.transport.verify else None
+        probes = await self.probes.measure() if self.config.transport.verify else None
         return await self.pool.sync(self.transport, version, probes, mode=mode)
-
-    async def _make_probes(self) -> list[tuple[np.ndarray, np.ndarray, float]]:
-        """Fixed token ids with the trainer's present log-probabilities: what an engine must agree on after a push."""
-        if not self._probes:
-            ids = self.feed.peek_tokens()[-PROBE_TOKENS:]
-            self._probes = [probe_batch(np.asarray(ids, np.int32))]
-        rows = [await self.trainer.forward(batch, "policy", frozenset({"logprobs"})) for batch in self._probes]
-        tolerance = self.config.transport.tolerance
-        return [
-            (batch.samples[0].tokens, row["logprobs"][0], tolerance) for batch, row in zip(self._probes, rows, strict=True)
-        ]
 
     async def _replace_engine(self, old: EngineReplica) -> EngineReplica | None:
         """A dead replica in a process of its own is started again; one inside this process cannot be."""
@@ -400,22 +391,3 @@ class Session:
         self.buffer.restore(state["buffer"])
         for key, built in self._stateful().items():
             built.restore(state["components"][key])
-
-
-def probe_batch(token_ids: np.ndarray) -> TrainBatch:
-    """One sample of given tokens, all of which but the first are asked for."""
-    from miles_core.types import Sample
-
-    mask = np.ones(len(token_ids), bool)
-    mask[0] = False
-    name = f"probe-{hashlib.sha256(token_ids.tobytes()).hexdigest()[:8]}"
-    sample = Sample(
-        group_id=name,
-        trajectory_id=name,
-        index=0,
-        tokens=token_ids,
-        prompt_len=1,
-        loss_mask=mask,
-        logprobs=np.zeros(len(token_ids), np.float32),
-    )
-    return TrainBatch(samples=[sample], mask=[mask])

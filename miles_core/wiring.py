@@ -29,6 +29,7 @@ def check_requirements(run: ResolvedRun) -> None:
     """Raises one ConfigError with every capability that a selected component requires and none provides: who needs it,
     and which installed components or tables would provide it."""
     provided = provided_by(run)
+    _check_used(run)
     missing = [
         (selection, item)
         for selection in run.chosen()
@@ -42,6 +43,22 @@ def check_requirements(run: ResolvedRun) -> None:
         lines.append(f"{selection.where}: {selection.label} needs {_words(item)}, and nothing selected provides it")
         lines += [f"  {hint}" for hint in _remedies(run, item)]
     raise ConfigError(*lines)
+
+
+def _check_used(run: ResolvedRun) -> None:
+    """Some kinds act only through a trainer or engine that asks for them, which it says in its trait "uses". Raises
+    ConfigError when one is selected and nothing selected would ever build it: no choice is accepted and ignored."""
+    users = [s for kind in ("trainer", "engine") for s in run.all(kind)]
+    used = frozenset().union(*(s.component.traits.get("uses", ()) for s in users))
+    for kind in ("extension", "precision", "model"):
+        if kind in used:
+            continue
+        for selection in run.all(kind):
+            raise ConfigError(
+                f"{selection.where}: {selection.label} would never be used: neither {' nor '.join(u.label for u in users)} "
+                f'takes a component of kind "{kind}"',
+                "remove it, or choose a trainer or engine that does",
+            )
 
 
 def provided_by(run: ResolvedRun) -> set[str]:

@@ -167,7 +167,8 @@ class EngineWeights(EngineHelpers):
 
     def test_an_unknown_tensor_is_refused(self, tmp_path: Path) -> None:
         """A name that the model does not have; the engine is then dirty until a whole update comes."""
-        self._refuses(tmp_path, lambda messages: [_changed(messages[0], 0, name="no.such.tensor"), *messages[1:]])
+        more = bucket(1, 9, {"no.such.tensor": np.zeros((2, 2), np.float32)})
+        self._refuses(tmp_path, lambda messages: [*messages[:-1], more, messages[-1]])
 
     def test_a_wrong_shape_is_refused(self, tmp_path: Path) -> None:
         """A tensor with another shape than the model's, even with the right number of bytes."""

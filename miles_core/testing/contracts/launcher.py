@@ -23,6 +23,8 @@ class LauncherContract(ComponentContract):
 
     refusal_s: float = 20.0
     """An impossible demand is refused within this time."""
+    hang_s: float = 30.0
+    """A call with a limit of one second ends within this time, also when the worker hangs."""
     local: bool = True
     """Whether workers are processes of this machine, so that the suite can look for them."""
 
@@ -107,7 +109,7 @@ class LauncherContract(ComponentContract):
 
         async def work(_: Any, group: Any) -> str:
             with refused(MilesError, "a call that hangs on rank 1") as caught:
-                await asyncio.wait_for(group.call("hang", 1, timeout_s=1.0), 30)
+                await asyncio.wait_for(group.call("hang", 1, timeout_s=1.0), self.hang_s)
             return str(caught[0])
 
         text = self.with_workers(tmp_path, work)

@@ -48,6 +48,8 @@ class RolloutContract(ComponentContract):
 
     num_samples: int = 3
     max_context: int = 200
+    cancel_s: float = 5.0
+    """It ends within this time after `cancelled` was set."""
     resumes: bool = True
     """Whether it goes on with the partial groups that it is given."""
 
@@ -170,12 +172,12 @@ class RolloutContract(ComponentContract):
                 prompt=self.prompt(), num_samples=2, sampling=sampling, pool=Pool(engine), tokenizer=self.tokenizer(),
                 seed=1, max_context=self.max_context, cancelled=cancelled,
             )  # fmt: skip
-            return await asyncio.wait_for(self.build(tmp_path).run_group(context), 5)
+            return await asyncio.wait_for(self.build(tmp_path).run_group(context), self.cancel_s)
 
         try:
             group = self.run(slow())
         except TimeoutError:
-            raise AssertionError("it went on for seconds after it was cancelled") from None
+            raise AssertionError(f"it went on for {self.cancel_s:g} s after it was cancelled") from None
         assert {s.status for s in group.samples} == {"aborted"}, [s.status for s in group.samples]
 
     def test_a_partial_group_goes_on(self, tmp_path: Path) -> None:

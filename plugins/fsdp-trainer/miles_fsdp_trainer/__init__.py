@@ -104,5 +104,6 @@ def miles_trainers() -> Iterable[Component[Any]]:
             config=FsdpConfig,
             build=_build,
             check=_check,
+            traits={"uses": frozenset({"extension"})},
         )
     ]

@@ -27,6 +27,7 @@ class HubSource(ModelSource):
             raise ConfigError(f'"hub:{reference}" does not name a model: write "hub:ORG/NAME"')
         try:
             import huggingface_hub as hub
+            import huggingface_hub.constants
         except ImportError as error:
             raise RuntimeMissing(
                 f"hub:{reference} needs huggingface_hub, which is not installed", _folder_hint()
