@@ -67,6 +67,7 @@ from miles_core.types import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.timeout(420)
+torch.set_num_threads(1)  # the cores belong to the ranks and servers
 
 TRUST = {"name": "trust", "dtype": "float32", "align": "transition"}
 LOSSES = ["plugin_losses:sequence_ratio", "plugin_losses:value_error"]
