@@ -254,8 +254,9 @@ class TrainerRank(ABC):
 
     @abstractmethod
     def export(self, layout: str, bucket_bytes: int) -> Iterator[Bucket]:
-        """The policy's weights, "hf_full" under Hugging Face names. Collective: every rank iterates to the end; ranks
-        that publish nothing yield buckets without tensors."""
+        """The policy's weights, "hf_full" under Hugging Face names. Collective: every rank iterates to the end, with the
+        same number of buckets; ranks that publish nothing yield buckets without tensors. Unless a transport says that it
+        can take several, one rank publishes all of them: a broadcast has one source."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -279,7 +280,8 @@ class TrainerRank(ABC):
     def wake(self, tags: Sequence[str] = ("optimizer", "weights")) -> None: ...
 
     def state_hash(self) -> str:
-        """SHA-256 over the policy's weights in name order, or "" where that is too expensive."""
+        """SHA-256 over the policy's weights in name order, or "" where that is too expensive. Called on every rank; the
+        answer of the first output rank counts."""
         return ""
 
 
@@ -289,8 +291,13 @@ class WeightSender(ABC):
     @abstractmethod
     def send(self, plan: SendPlan, buckets: Iterator[Bucket]) -> Iterator[WeightMessage | None]:
         """A generator that the driver pulls one step at a time on all ranks at once, which bounds memory to a bucket.
-        Each yield offers a message for the engines (None from ranks that publish nothing); the next pull may reuse the
-        bucket's memory, or, for a collective transport, performs the transfer that was announced."""
+        Each yield offers a message for the engines (None from ranks that publish nothing, as often as the others yield);
+        the next pull may reuse the bucket's memory, or, for a collective transport, performs the transfer that was
+        announced.
+
+        A transfer must end by itself, in less time than the driver waits for the pull: a rank cannot be interrupted, and
+        a late one blocks the next attempt. When it raises, the other ranks stand in the next bucket's collective until
+        `send_close` lets this one take the rest of the export, so the bucket must not be pulled twice."""
 
     def close(self) -> None: ...
 
@@ -305,7 +312,9 @@ class WeightTransport(ABC):
     @abstractmethod
     async def push(self, version: int, engines: Sequence[EngineReplica]) -> SyncReport:
         """Sends `version` to these paused engines: begin, data, flush, commit to each. The pool pauses before, decides
-        from the report who is dirty, and resumes after. An engine that fails does not stop the others."""
+        from the report who is dirty, and resumes after. An engine that fails does not stop the others; in a collective,
+        which it does stop, all of them are reported as failed, and the pool's second attempt, for which the transport
+        forms a new group, reaches those that are left. Raises only for failures of the trainer."""
 
     async def close(self) -> None: ...
 
