@@ -296,8 +296,8 @@ class WeightSender(ABC):
         announced.
 
         A transfer must end by itself, in less time than the driver waits for the pull: a rank cannot be interrupted, and
-        a late one blocks the next attempt. When it raises, the other ranks stand in the next bucket's collective until
-        `send_close` lets this one take the rest of the export, so the bucket must not be pulled twice."""
+        a late one blocks the next attempt. A sender that fails raises and leaves the rest of the export alone: the other
+        ranks then stand in the next bucket's collective, until `send_close` drains it on all of them."""
 
     def close(self) -> None: ...
 
