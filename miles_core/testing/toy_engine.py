@@ -232,7 +232,7 @@ class ToyEngine(EngineReplica):
         try:
             return self._update(message)
         except (MilesError, OSError) as error:
-            self._dirty = f"{message.kind} of version {message.version} failed: {error}"
+            self._received, self._dirty = None, f"{message.kind} of version {message.version} failed: {error}"
             raise WeightSyncFailed(f"{self.id}: {self._dirty}") from error
 
     def _update(self, message: WeightMessage) -> dict[str, Any]:

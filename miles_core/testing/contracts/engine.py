@@ -157,6 +157,7 @@ class EngineContract(EngineWeights):
             alone = await engine.generate(self.request("a", seed=7))
             crowd = [self.request(f"c{i}", seed=50 + i, max_new_tokens=4 + i) for i in range(5)]
             others = [asyncio.ensure_future(engine.generate(r)) for r in crowd]
+            await asyncio.sleep(0)
             among = await engine.generate(self.request("b", seed=7))
             await asyncio.gather(*others)
             return alone, among, await engine.generate(self.request("c", seed=7))

@@ -1,0 +1,35 @@
+"""Each rule of each contract suite fails on a component that breaks it; so no rule is one that cannot fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miles_core.testing import CONTRACTS, broken
+from miles_core.testing.contracts import rules
+
+CASES = broken.cases()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_suite_fails_on(case: broken.Broken, tmp_path: Path):
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        case.run(tmp_path)
+
+
+def test_every_rule_has_a_broken_fake():
+    there_are = {(contract, rule) for contract in CONTRACTS for rule in rules(contract)}
+    assert {(case.contract, case.rule) for case in CASES} == there_are
+
+
+def test_every_rule_says_what_it_wants():
+    silent = [f"{contract}.{rule}" for contract in CONTRACTS for rule, text in rules(contract).items() if not text]
+    assert not silent
+
+
+def test_a_skipped_rule_is_no_proof(tmp_path: Path):
+    suite = next(case.suite for case in CASES if case.contract == "SourceContract")
+    case = broken.Broken(suite=suite, rule="test_it_gives_a_model_folder", name="skips", attributes={"reference": ""})
+    with pytest.raises(RuntimeError, match="was skipped"):
+        case.run(tmp_path)
