@@ -74,6 +74,9 @@ class Session:
         ]
         self.model_path = await asyncio.to_thread(self._fetch_model)
         self.wiring.model_path = self.model_path
+        for role, table in self.config.roles.items():
+            if table.path:
+                self._folder(table.path, f"roles.{role}.path")
         run_checks(self.run, Environment(run_dir=self.run_dir, model_path=self.model_path))
         self._build_driver_parts()
         await self.scorer.start()
@@ -141,11 +144,14 @@ class Session:
             _, _, reference = path.partition(":")
             source = self.wiring.build("source")
             return source.fetch(reference, self.config.model.revision, self._report_fetch)
+        return self._folder(path, "model.path")
+
+    def _folder(self, path: str, where: str) -> Path:
         folder = Path(path).expanduser()
         if not folder.is_dir():
             sources = ", ".join(f'"{e.name}:..."' for e in self.host.registry.all("source")) or "none installed"
             raise ConfigError(
-                f"there is no model folder {path} (model.path)",
+                f"there is no model folder {path} ({where})",
                 f"name a Hugging Face folder, or a model source: {sources}",
             )
         return folder.resolve()
@@ -298,7 +304,7 @@ class Session:
         work.mkdir(parents=True)
         await self.trainer.save_model(work)
         for path in self.model_path.iterdir() if self.model_path else ():
-            if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and not (work / path.name).exists():
+            if is_tokenizer_file(path) and not (work / path.name).exists():
                 shutil.copy2(path, work / path.name)
         if folder.exists():
             shutil.rmtree(folder)
@@ -391,3 +397,9 @@ class Session:
         self.buffer.restore(state["buffer"])
         for key, built in self._stateful().items():
             built.restore(state["components"][key])
+
+
+def is_tokenizer_file(path: Path) -> bool:
+    """Whether a file of a model folder belongs beside new weights: tokenizer, template and generation config do, the
+    old weights' index does not."""
+    return path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and ".index." not in path.name
