@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from miles_core.errors import ContractError, RunFailed
+from miles_core.errors import ContractError, RunFailed, WorkerDied
 from miles_core.interfaces import EngineReplica
 
 T = TypeVar("T")
@@ -212,6 +213,14 @@ class Fleet:
         if member.check is None:
             member.check = self.spawn(self._check(member, why))
         await asyncio.wait({member.check})
+
+    async def bury_if_gone(self, member: Member) -> None:
+        """A member that failed a push is dead if its process is; one that is merely ill may take the next push."""
+        with suppress(Exception):
+            try:
+                await bounded(member.replica.health(), self.call_s)
+            except WorkerDied as error:
+                self.die(member, str(error))
 
     async def _check(self, member: Member, why: str) -> None:
         try:

@@ -116,6 +116,8 @@ async def push_members(
             if member.verdict is not None and not member.verdict.done():
                 member.verdict.set_result(None)
             member.verdict = None
+            if member.state == "dirty":  # ill, or gone? Who is gone is replaced.
+                fleet.spawn(fleet.bury_if_gone(member))
     return replace(report, engines=[outcome[m.id] for m in members])
 
 

@@ -262,8 +262,8 @@ class RoleTable(ComponentConfig):
 
     path: str = ""
     """Model of the role; the policy's initial weights when empty."""
-    use: Literal["trainer", "engine"] = "trainer"
-    """Whether the trainer holds it or an engine scores with it."""
+    use: Literal["trainer"] = "trainer"
+    """Who holds it: the trainer."""
 
 
 class EvalTable(ComponentConfig):

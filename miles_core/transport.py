@@ -270,7 +270,9 @@ class DirectTransport(WeightTransport):
         files = any(not end.local for end in ends)
         options = {"handles": any(end.local for end in ends), "files": files, "prefix": self._prefix}
         options["hash"] = files or self.hash_handles
-        plan = SendPlan(version=version, bucket_bytes=self.bucket_bytes, transport="direct", options=options)
+        plan = SendPlan(
+            version=version, bucket_bytes=self.bucket_bytes, transport="direct", options=options, timeout_s=self.timeout_s
+        )
         await self._deliver(ends, "begin", WeightMessage(kind="begin", version=version))
         await trainer.send_open(plan, timeout_s=self.timeout_s)
         while (messages := await trainer.send_next(timeout_s=self.timeout_s)) is not None:

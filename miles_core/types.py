@@ -430,6 +430,8 @@ class SendPlan:
     bucket_bytes: int = 128 << 20
     transport: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = 300.0
+    """The driver's limit for each pull; a collective of the sender must give up before it."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

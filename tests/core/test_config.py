@@ -225,7 +225,7 @@ def test_G6_origin_of_every_value_is_known(dists: Dists):
         ("name=2026-01-02", lambda r: r.config.name, "2026-01-02"),
         ('rollout.sampling.stop=["#", "="]', lambda r: r.config.rollout.sampling.stop, ("#", "=")),
         ("model.path=vault:a==1", lambda r: r.config.model.path, "vault:a==1"),
-        ("roles.reference.use=engine", lambda r: r.config.roles["reference"].use, "engine"),
+        ("roles.reference.path=m", lambda r: r.config.roles["reference"].path, "m"),
         ("tracker=[]", lambda r: r.config.tracker, ()),
     ],
 )

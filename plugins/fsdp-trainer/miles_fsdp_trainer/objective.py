@@ -5,14 +5,16 @@ Letters: M tokens of all samples of the microbatch one after another, S samples,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from miles_core.component import merge_metric
 from miles_core.errors import ConfigError, ContractError
+from miles_core.fields import FieldSpec, pack_field
 from miles_core.types import LossInputs, LossOutput, Metric, TrainBatch
 from miles_fsdp_trainer.microbatch import Microbatch
 
@@ -75,9 +77,16 @@ class Tally:
         self.metrics[name] = merge_metric(self.metrics.get(name), (float(total), float(count), reduce))
 
 
-def loss_inputs(batch: TrainBatch, micro: Microbatch, masks: Sequence[Any], outputs: dict[str, torch.Tensor]) -> LossInputs:
+def loss_inputs(
+    batch: TrainBatch,
+    micro: Microbatch,
+    masks: Sequence[Any],
+    outputs: dict[str, torch.Tensor],
+    fields: Mapping[str, FieldSpec] | None = None,
+) -> LossInputs:
     """The microbatch as a loss sees it. Everything is 0 outside the mask, so that what a tool or a prompt token carries
-    in a column - NaN too - cannot reach the loss or its gradient."""
+    in a column - NaN too - cannot reach the loss or its gradient. A side channel of `fields` comes as it was declared: one
+    row per token (a transition-aligned one with a zero row after each sample), or one per sample."""
     mask = micro.flat(masks, torch.bool)
     lengths = torch.tensor(micro.lengths, device=micro.device)
     seq_ids = torch.repeat_interleave(torch.arange(len(micro.indices), device=micro.device), lengths)
@@ -99,6 +108,8 @@ def loss_inputs(batch: TrainBatch, micro: Microbatch, masks: Sequence[Any], outp
             return get("logprobs").detach()
         if name in batch.columns:
             return column(name)
+        if fields and name in fields:
+            return side_channel(fields[name], batch, micro)
         missing = OtherRole if name in COMPUTED["critic" if "logprobs" in outputs else "policy"] else ContractError
         known = sorted({*batch.columns, *outputs} - {"topk_ids", "topk_logprobs"})
         raise missing(f'a loss asked for "{name}", which its `needs` did not announce', f"here are: {', '.join(known)}")
@@ -120,6 +131,20 @@ def loss_inputs(batch: TrainBatch, micro: Microbatch, masks: Sequence[Any], outp
         seq=Sequences(seq_ids, mask, len(micro.indices)),
         get=get,
     )
+
+
+def side_channel(spec: FieldSpec, batch: TrainBatch, micro: Microbatch) -> torch.Tensor:
+    """[M, *axes] of a token- or transition-aligned field, [S, ...] of a sample-aligned one, in its declared dtype.
+
+    Raises ContractError naming the field and the sample where it is missing or only a handle."""
+    values = []
+    for i in micro.indices:
+        value = batch.samples[i].extras.get(spec.name)
+        if not isinstance(value, np.ndarray):
+            held = "is missing" if value is None else f"is a {type(value).__name__}, which this trainer cannot resolve"
+            raise ContractError(f'field "{spec.name}" of sample {batch.samples[i].trajectory_id} {held}')
+        values.append(value)
+    return torch.as_tensor(pack_field(spec, values, list(micro.lengths))).to(micro.device)
 
 
 def total_loss(

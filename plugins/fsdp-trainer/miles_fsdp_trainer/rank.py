@@ -188,7 +188,7 @@ class FsdpRank(TrainerRank):
             outputs = holder.model(micro.inputs, self._wanted())
             loss = 0.0 * outputs["values" if holder.name == "critic" else "logprobs"].sum()
             if micro.indices:
-                x = loss_inputs(batch, micro, masks, outputs)
+                x = loss_inputs(batch, micro, masks, outputs, self.context.fields)
                 own = total_loss(self.terms, SCOPES[holder.name], batch, micro, x, tally)
                 if own is None:
                     raise ConfigError(f"trainer fsdp: no loss trains role {holder.name}", "add a [[loss]] for it")

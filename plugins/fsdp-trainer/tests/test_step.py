@@ -8,6 +8,7 @@ from fsdp_support import NLL, PG, VOCAB, batch_of, close, gradients, parameters,
 
 from miles_core import LossOutput
 from miles_core.errors import ConfigError, ContractError, RunFailed
+from miles_core.fields import FieldSpec
 
 VARIANTS = [
     {},
@@ -351,3 +352,25 @@ def test_a_critic_learns_values(tiny):
 def test_a_role_that_the_run_does_not_have_is_refused(tiny):
     with pytest.raises(ConfigError, match=r"no role critic here\n  it holds policy"):
         rank_of(tiny["llama"]).forward(random_batch(), "critic", frozenset({"values"}))
+
+
+def test_a_side_channel_reaches_a_loss_one_row_per_token(tiny):
+    """Transition-aligned: T - 1 rows and a zero row after each sample, so row n belongs to input token n."""
+    spec = FieldSpec(name="routes", dtype="int16", axes=("layer",), align="transition")
+    seen = []
+
+    def loss(x):
+        seen.append(x.get("routes"))
+        return support.weighted_policy(x)
+
+    samples = [sample("g", 0, [5, 6], [7, 8]), sample("g", 1, [5, 6], [9])]  # 4 and 3 tokens
+    for s in samples:
+        s.extras["routes"] = np.arange(s.num_tokens - 1, dtype=np.int16)[:, None] + 10 * (s.index + 1)
+    rank = rank_of(tiny["llama"], [("routed", loss)])
+    rank.context.fields = {"routes": spec}
+    rank.step(batch_of(samples))
+    assert seen[0].dtype == torch.int16
+    assert seen[0][:, 0].tolist() == [10, 11, 12, 0, 20, 21, 0]
+    del samples[1].extras["routes"]
+    with pytest.raises(ContractError, match='field "routes" of sample g/1 is missing'):
+        rank.step(batch_of(samples))
