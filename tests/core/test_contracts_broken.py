@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,18 @@ def test_a_skipped_rule_is_no_proof(tmp_path: Path):
     case = broken.Broken(suite=suite, rule="test_it_gives_a_model_folder", name="skips", attributes={"reference": ""})
     with pytest.raises(RuntimeError, match="was skipped"):
         case.run(tmp_path)
+
+
+def test_assertions_of_the_suites_explain_themselves(tmp_path: Path):
+    case = next(c for c in CASES if c.name == "OneTokenMore")
+    with pytest.raises(
+        AssertionError, match=r"assert \(2, 'length'\) == \(1, 'length'\)"
+    ):  # rewritten: the values are shown
+        case.run(tmp_path)
+
+
+def test_a_run_needs_no_pytest():
+    program = (
+        "import sys; from miles_core import builtin; builtin.collect('miles_engines'); sys.exit('pytest' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import time
 from typing import Any
 
 from miles_core.testing import suites
@@ -47,10 +49,16 @@ class DividesByLength(Equal):
 
 @REWARD.breaks("test_junk_is_judged", verdict_s=0.3)
 class NeverComesBack(Equal):
-    async def score(self, sample: Sample) -> Any:
-        import asyncio
+    def score(self, sample: Sample) -> Any:
+        time.sleep(3600 if len(sample.response) > 1000 else 0)
+        return super().score(sample)
 
+
+@REWARD.breaks("test_junk_is_judged", verdict_s=0.3)
+class WaitsForAJudge(Equal):
+    async def score(self, sample: Sample) -> Any:
         await asyncio.sleep(3600 if len(sample.response) > 1000 else 0)
+        return super().score(sample)
 
 
 @REWARD.breaks("test_the_same_sample_gets_the_same_verdict")

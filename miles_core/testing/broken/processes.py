@@ -30,12 +30,16 @@ TRANSPORT = Shelf(suites.Direct, direct)
 TRANSPORT.component("test_there_is_a_sender", "no-sender", parts={})
 
 
-class DropsTheLast(DirectSender):
+class DropsTheFirst(DirectSender):
     def send(self, plan: SendPlan, buckets: Iterator[Bucket]) -> Iterator[WeightMessage | None]:
-        yield from list(super().send(plan, buckets))[:-1]
+        stream = super().send(plan, buckets)
+        next(stream)
+        yield from stream
 
 
-TRANSPORT.component("test_every_tensor_arrives", "drops-the-last", parts={"sender": lambda config, context: DropsTheLast()})
+TRANSPORT.component(
+    "test_every_tensor_arrives", "drops-the-first", parts={"sender": lambda config, context: DropsTheFirst()}
+)
 
 
 @TRANSPORT.breaks("test_every_tensor_arrives")

@@ -27,11 +27,11 @@ HEAVY = ("torch", "ray", "transformers", "sglang", "vllm", "megatron", "jax")
 """What a plugin's entry module must do without: it is imported to list components and to validate options."""
 TRAITS: dict[str, dict[str, Any]] = {
     "correction": {"denominator": ("keep", "shrink")},
-    "engine": {"gpus": float},
+    "engine": {"gpus": float, "uses": frozenset},
     "loss": {"scope": ("policy", "value", "pair")},
     "model": {"architectures": tuple},
     "reward": {"inline": bool},
-    "trainer": {"gpus": float},
+    "trainer": {"gpus": float, "uses": frozenset},
 }
 """What the core reads, by kind; a trait may also be a function of the options."""
 _PROGRAM = """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import math
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +58,7 @@ class RewardContract(ComponentContract):
             value = method(argument)
             return await value if inspect.isawaitable(value) else value
 
-        return self.run(awaited())
+        return in_thread(lambda: asyncio.run(awaited()), self.timeout_s)
 
     def test_verdicts_are_numbers(self, tmp_path: Path) -> None:
         """A verdict is a float, a `Score`, or None."""
@@ -103,6 +106,25 @@ class RewardContract(ComponentContract):
             samples = [self.sample(self.right if i % 2 else self.wrong, i) for i in range(size)]
             got = self.verdicts(made, samples)
             assert len(got) == size, f"{len(got)} verdicts for {size} samples"
+
+
+def in_thread(function: Callable[[], Any], limit_s: float) -> Any:
+    """The result of a function that may never come back: it is then left behind in its thread."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return future.result(limit_s)
+    except TimeoutError:
+        if future.done():
+            raise
+        raise AssertionError(f"it did not finish within {limit_s:g} s") from None
 
 
 def number_of(value: Any) -> float:

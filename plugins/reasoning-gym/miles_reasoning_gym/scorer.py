@@ -10,6 +10,8 @@ from miles_core.types import Sample, Score
 from miles_reasoning_gym import ReasoningGymRewardConfig
 from miles_reasoning_gym.problems import METADATA, Problem, entry_of, open_dataset
 
+LONGEST_INTEGER = 4000
+"""Digits; Python refuses to convert much longer ones, and no dataset's answer is one."""
 # A sign counts where no operand stands before it: the last integer of "7-3" is 3.
 _NUMBER = re.compile(r"(?<![\w.)])[-+\u2212]?\d[\d,]*(?:\.\d+)?|\d[\d,]*(?:\.\d+)?")
 
@@ -60,5 +62,6 @@ def extract(response: str, how: str) -> str | None:
         whole, _, fraction = numbers[-1].partition(".") if numbers else ("", "", "")
         if not numbers or fraction.strip("0"):
             return None
-        return str(int(whole.replace(",", "").replace("\u2212", "-")))
+        digits = whole.replace(",", "").replace("\u2212", "-")
+        return str(int(digits)) if len(digits) <= LONGEST_INTEGER else digits
     return response
