@@ -5,6 +5,7 @@ Legend: N rows, H key-value heads, S slots, D head size, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ class GenericModel:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.num_layers = model.config.num_hidden_layers
+        # transformers renamed the argument during its version 5; the old name goes in 5.40
+        known = inspect.signature(model.forward).parameters
+        self._cache = "cache" if "cache" in known else "past_key_values"
 
     def prefill(self, prompts: Sequence[torch.Tensor]) -> list[Prefix]:
         return [self._prefill_one(prompt) for prompt in prompts]
@@ -29,7 +33,7 @@ class GenericModel:
         store = _Collect(self.num_layers)
         out = self.model(
             input_ids=prompt[None],
-            past_key_values=store,
+            **{self._cache: store},
             use_cache=True,
             position_ids=torch.arange(len(prompt), device=prompt.device)[None],
             attention_mask=_causal(prompt, self.model.dtype),
@@ -52,7 +56,7 @@ class GenericModel:
             mask = torch.zeros(len(tokens), 1, 1, plan.num_slots, dtype=rows.dtype, device=rows.device)
         out = self.model(
             input_ids=tokens[:, None],
-            past_key_values=_Append(rows, plan),
+            **{self._cache: _Append(rows, plan)},
             use_cache=True,
             position_ids=plan.positions[:, None],
             attention_mask=mask,
