@@ -1,7 +1,7 @@
 """GRPO on CPU cores: TRL's `GRPOTrainer` and Miles, on the same model, prompts, reward, optimizer settings and cores.
 
     python benchmarks/cpu_grpo.py --rounds 3 --steps 42 --json benchmarks/results/cpu_grpo.json
-    python benchmarks/cpu_grpo.py --tune --steps 6        # every TRL setting that was tried, against the chosen ones
+    python benchmarks/cpu_grpo.py --tune --steps 6        # every other TRL setting, against the chosen ones
 
 What is trained is `recipes/quickstart.toml`. Miles runs it through its command line. TRL gets its numbers, its prompts
 in the same order, and the recipe's own reward object; that TRL's prompt token ids equal Miles's is checked in every
@@ -171,7 +171,7 @@ def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         shown = "-" if ratio is None else f"{ratio:.2f}"
         table.add_row(name, f"{summary[name]['trl']:.3f}", f"{summary[name]['miles']:.3f}", shown)
     console.print(table)
-    console.print("Settings of TRL that were tried (--tune): " + "; ".join(v.name for v in VARIANTS[1:]))
+    console.print("Other settings of TRL, measured by --tune: " + "; ".join(v.name for v in VARIANTS[1:]))
     return {"summary": summary, "rounds": rounds}
 
 
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2, help="first steps of a run that do not count (default 2)")
     parser.add_argument("--cores", type=int, default=2, help="CPU cores of both sides (default 2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first round (default 0)")
-    parser.add_argument("--tune", action="store_true", help="measure the TRL settings that were tried")
+    parser.add_argument("--tune", action="store_true", help="measure the other TRL settings")
     parser.add_argument("--only", default="", help="with --tune: variants whose name contains this")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
