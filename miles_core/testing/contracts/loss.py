@@ -184,7 +184,8 @@ def on_toy_arrays(loss: Any, batch: Microbatch, asked: set[str]) -> Result:
         return ToyArray(values, np.ones(len(values)) if name == "logprobs" else None)
 
     arrays = {n: ToyArray(getattr(batch, n)) for n in ("mask", "advantages", "multiplier")}
-    output = loss(LossInputs(tokens=batch.seq_ids * 0, seq_ids=batch.seq_ids, seq=None, get=get, **arrays))
+    with np.errstate(all="ignore"):  # NaN is put into masked tokens on purpose
+        output = loss(LossInputs(tokens=batch.seq_ids * 0, seq_ids=batch.seq_ids, seq=None, get=get, **arrays))
     assert isinstance(output.per_token, ToyArray), f"per_token is a {type(output.per_token).__name__}"
     slope = batch.weights * output.per_token.slope
     return Result(output.per_token.value, {"logprobs": slope} if "logprobs" in batch.columns else {}, output, asked)

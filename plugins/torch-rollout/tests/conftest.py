@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
-from miles_core.types import GenerateRequest, SamplingParams
-from miles_torch_rollout import TorchEngineConfig
-from miles_torch_rollout.engine import TorchEngine
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from miles_core.types import GenerateRequest, SamplingParams  # noqa: E402
+from miles_torch_rollout import TorchEngineConfig  # noqa: E402
+from miles_torch_rollout.engine import TorchEngine  # noqa: E402
 
 VOCAB = 96
 CONTEXT = 640

@@ -22,6 +22,7 @@ class TestTorch(EngineContract):
     model = "qwen3"
     prompt = (5, 17, 40, 3)
     vocab_size = 96
+    long_tokens = 600  # a context of 640
 
     @pytest.fixture(autouse=True)
     def _models(self, model_folder: Callable[..., Path]) -> None:
