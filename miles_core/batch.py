@@ -232,6 +232,17 @@ def make_batches(
     return batches
 
 
+def live_part(batch: TrainBatch) -> TrainBatch:
+    """`batch` without the samples whose advantages are zero throughout, for losses whose gradient is then exactly zero
+    (trait `zero_advantage = "no-gradient"`). Weights stay as they are, so loss and gradient do not change by a bit.
+    A batch in which nothing is left is returned whole: whether to step is not decided here."""
+    advantages = batch.columns.get("advantages")
+    if advantages is None or batch.shared:
+        return batch
+    live = [i for i, row in enumerate(advantages) if row.any()]
+    return batch.select(live) if 0 < len(live) < len(advantages) else batch
+
+
 def skip_reason(batch: TrainBatch) -> str | None:
     """Why no optimizer step can be taken on `batch`, as a counter key, or None."""
     return None if batch.num_trainable else "nothing-trainable"

@@ -292,12 +292,10 @@ class WeightSender(ABC):
     def send(self, plan: SendPlan, buckets: Iterator[Bucket]) -> Iterator[WeightMessage | None]:
         """A generator that the driver pulls one step at a time on all ranks at once, which bounds memory to a bucket.
         Each yield offers a message for the engines (None from ranks that publish nothing, as often as the others yield);
-        the next pull may reuse the bucket's memory, or, for a collective transport, performs the transfer that was
-        announced.
+        the next pull may reuse the bucket's memory or, for a collective, performs the transfer that was announced.
 
-        A transfer must end by itself, in less time than the driver waits for the pull: a rank cannot be interrupted, and
-        a late one blocks the next attempt. A sender that fails raises and leaves the rest of the export alone: the other
-        ranks then stand in the next bucket's collective, until `send_close` drains it on all of them."""
+        A transfer ends by itself before `plan.timeout_s`: a rank cannot be interrupted, and a late one blocks the next
+        attempt. One that fails raises and leaves the rest of the export to `send_close`, on all ranks."""
 
     def close(self) -> None: ...
 
@@ -311,10 +309,9 @@ class WeightTransport(ABC):
 
     @abstractmethod
     async def push(self, version: int, engines: Sequence[EngineReplica]) -> SyncReport:
-        """Sends `version` to these paused engines: begin, data, flush, commit to each. The pool pauses before, decides
-        from the report who is dirty, and resumes after. An engine that fails does not stop the others; in a collective,
-        which it does stop, all of them are reported as failed, and the pool's second attempt, for which the transport
-        forms a new group, reaches those that are left. Raises only for failures of the trainer."""
+        """Sends `version` to these paused engines: begin, data, flush, commit to each. One that fails does not stop the
+        others; where a collective breaks, all have failed and the second attempt forms a new group. Raises only for the
+        trainer's failures; the pool pauses before, judges the report, and resumes after."""
 
     async def close(self) -> None: ...
 

@@ -120,6 +120,8 @@ class Loop:
             step=step,
             version=self.version,
         )
+        if session.skips_dead:
+            batches = [batching.live_part(minibatch) for minibatch in batches]
         session.host.observe("miles_batch_ready", step=step, batch=batch)
         clock.lap("prepare")
         reports = [await self._optimize(step, minibatch) for minibatch in batches]

@@ -174,6 +174,9 @@ class Session:
         self.loss_needs = self._needs("loss")
         self.driver_needs = self._needs("advantage") | self._needs("correction")
         self.scopes = sorted({s.component.traits.get("scope", "policy") for s in self.run.all("loss")})
+        self.skips_dead = config.train.skip_zero_advantage and all(
+            s.component.traits.get("zero_advantage") == "no-gradient" for s in self.run.all("loss")
+        )
         self.partial = config.rollout.partial or config.rollout.on_stale == "continue"
         self.fields = [spec for name, spec in self.host.fields.items() if name in self.loss_needs | self.driver_needs]
         self.max_context = config.model.max_context or self._model_context()

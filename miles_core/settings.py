@@ -196,6 +196,9 @@ class TrainTable(ComponentConfig):
     """L of "constant-length"; 0 takes max_new_tokens."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Where old log-probabilities come from: the trainer before the step's first update, or the engine."""
+    skip_zero_advantage: bool = True
+    """Leave out samples without any advantage - groups with equal rewards, above all - where every selected loss has no
+    gradient there (its trait says so): the step is the same to the bit and costs less."""
     train_truncated: bool = True
     """False masks samples that ended by length: they keep their place in group statistics but get no gradient."""
 

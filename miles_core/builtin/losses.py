@@ -36,7 +36,7 @@ COMPONENTS: dict[str, list[Component[Any]]] = {
             summary="Plain policy gradient, without ratio or clipping",
             build=lambda config, context: policy_gradient,
             needs=lambda config: frozenset({"logprobs"}),
-            traits={"scope": "policy"},
+            traits={"scope": "policy", "zero_advantage": "no-gradient"},
         )
     ]
 }

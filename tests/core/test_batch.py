@@ -8,6 +8,8 @@ from batching import batches_of, total
 
 from miles_core.batch import (
     base_mask,
+    live_part,
+    make_batches,
     needs_old_forward,
     prepare,
     rollout_metrics,
@@ -254,3 +256,24 @@ def test_missing_fields_follow_their_declaration():
     assert filled.samples[1].extras["routes"].tolist() == [[7, 7]] * 5
     with pytest.raises(ContractError, match="shape is unknown"):
         prepare([group_of(samples()[1:])], fields=[FieldSpec(**spec, missing="fill:7")])
+
+
+def test_samples_without_advantage_are_left_out_and_weights_stay():
+    """Three samples of 2 trainable tokens, token-mean: every weight is 1/6, also after the middle one is gone."""
+    groups = [make_group([1.0, 0.0, 0.5])]
+    batch = prepare(groups)
+    batch.columns["advantages"] = [
+        np.where(m, a, 0).astype(np.float32) for m, a in zip(batch.mask, (1, 0, -1), strict=True)
+    ]
+    (whole,) = make_batches(batch, TrainTable())
+    live = live_part(whole)
+    assert [s.index for s in live.samples] == [0, 2]
+    for row, old in zip(live.token_weights["policy"], (whole.token_weights["policy"][i] for i in (0, 2)), strict=True):
+        np.testing.assert_array_equal(row, old)
+
+
+def test_a_batch_without_any_advantage_stays_whole():
+    batch = prepare([make_group([1.0, 1.0])])
+    batch.columns["advantages"] = [np.zeros(len(m), np.float32) for m in batch.mask]
+    (whole,) = make_batches(batch, TrainTable())
+    assert live_part(whole) is whole

@@ -28,7 +28,7 @@ HEAVY = ("torch", "ray", "transformers", "sglang", "vllm", "megatron", "jax")
 TRAITS: dict[str, dict[str, Any]] = {
     "correction": {"denominator": ("keep", "shrink")},
     "engine": {"gpus": float, "uses": frozenset},
-    "loss": {"scope": ("policy", "value", "pair")},
+    "loss": {"scope": ("policy", "value", "pair"), "zero_advantage": ("no-gradient",)},
     "model": {"architectures": tuple},
     "reward": {"inline": bool},
     "trainer": {"gpus": float, "uses": frozenset},

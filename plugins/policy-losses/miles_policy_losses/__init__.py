@@ -127,6 +127,6 @@ def miles_losses() -> Iterable[Component[Any]]:
             config=PpoClipConfig,
             build=partial(_build, ppo_clip),
             needs=lambda config: frozenset({"logprobs", "old_logprobs"}),
-            traits={"scope": "policy"},
+            traits={"scope": "policy", "zero_advantage": "no-gradient"},
         ),
     ]
