@@ -234,7 +234,7 @@ def make_batches(
 
 def live_part(batch: TrainBatch) -> TrainBatch:
     """`batch` without the samples whose advantages are zero throughout, for losses whose gradient is then exactly zero
-    (trait `zero_advantage = "no-gradient"`). Weights stay as they are, so loss and gradient do not change by a bit.
+    (trait `zero_advantage = "no-gradient"`). Weights stay as they are, so loss and gradient change by rounding at most.
     A batch in which nothing is left is returned whole: whether to step is not decided here."""
     advantages = batch.columns.get("advantages")
     if advantages is None or batch.shared:

@@ -198,7 +198,7 @@ class TrainTable(ComponentConfig):
     """Where old log-probabilities come from: the trainer before the step's first update, or the engine."""
     skip_zero_advantage: bool = True
     """Leave out samples without any advantage - groups with equal rewards, above all - where every selected loss has no
-    gradient there (its trait says so): the step is the same to the bit and costs less."""
+    gradient there (its trait says so): the same loss and gradient but for rounding, at less cost."""
     train_truncated: bool = True
     """False masks samples that ended by length: they keep their place in group statistics but get no gradient."""
 
