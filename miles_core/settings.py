@@ -209,7 +209,7 @@ class TransportTable(UseTable):
     kind: ClassVar[str] = "transport"
     use: str = "direct"
     """Name of the component, or "plugin:name" where two plugins offer the same name."""
-    bucket_bytes: int = Field(default=256 << 20, gt=0)
+    bucket_bytes: int = Field(default=64 << 20, gt=0)
     """Most bytes in flight per bucket."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Limit for each phase of a push."""
