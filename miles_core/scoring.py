@@ -33,6 +33,8 @@ log = logging.getLogger("miles.scoring")
 
 STARTUP_TIMEOUT_S = 300.0
 """Limit for importing and building all rewards of a worker; it is not part of any sample's time."""
+MAX_TIMEOUT_LINES = 5
+"""Time-outs of a run that are logged one by one, each with its sample."""
 _COUNTED = {"error": "errors", "timeout": "timeouts", "none": "no-verdict"}
 
 
@@ -226,8 +228,9 @@ class Scorer:
         self.first_traceback = self.first_traceback or text
         new = (entry.name, outcome.reason) not in self._logged
         self._logged.add((entry.name, outcome.reason))
-        if outcome.kind == "timeout" and new:
-            log.warning("%s; its worker is killed and replaced; further ones are counted", head)
+        if outcome.kind == "timeout" and self.counters["timeouts"] <= MAX_TIMEOUT_LINES:
+            last = self.counters["timeouts"] == MAX_TIMEOUT_LINES
+            log.warning("%s; its worker is killed and replaced%s", head, "; further ones are only counted" * last)
         elif new:
             log.error("%s", text)
         else:

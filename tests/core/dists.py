@@ -3,6 +3,7 @@ explicit list, so that what happens to be installed never matters."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from importlib.metadata import PathDistribution
@@ -67,6 +68,7 @@ class Dists:
         if editable:
             url = {"url": home.as_uri(), "dir_info": {"editable": True}}
             info.joinpath("direct_url.json").write_text(json.dumps(url))
+        importlib.invalidate_caches()  # finders trust a folder's time stamp, and two writes may share one
         for entry in (folder, home):
             if str(entry) not in sys.path:
                 sys.path.insert(0, str(entry))

@@ -13,6 +13,7 @@ import torch
 from miles_core.errors import RunFailed
 from miles_core.types import Status
 from miles_torch_rollout.kv import Prefix, PrefixCache, Rows
+from miles_torch_rollout.prompts import plan_prompts, prompt_key
 from miles_torch_rollout.request import Running
 from miles_torch_rollout.sampling import SamplingPlan, sample
 
@@ -83,9 +84,9 @@ class Batch:
             longest = max(need, candidate.need)
             if count and (count + 1) * longest > self.max_kv_tokens:
                 break
-            key = candidate.context.tobytes()
+            key = prompt_key(candidate.context)
             if key not in groups and self.cache.get(key) is None:
-                size = len(candidate.context)
+                size = len(candidate.context) - self.cache.longest(key)[1]
                 if new_tokens and new_tokens + size > self.prefill_tokens:
                     break
                 new_tokens += size
@@ -100,28 +101,33 @@ class Batch:
         logits = torch.stack([p.logits for p, group in zip(prefixes, groups, strict=True) for _ in group])
         plan = self._sampling(requests)
         outcomes = self._accept(requests, logits, plan, version)
+        starting = []
         for prefix, group in zip(prefixes, groups, strict=True):
             going = [r for r in group if outcomes[r] is None]
             if going:
-                self.rows.add(prefix, len(going))
+                starting.append((prefix, len(going), max(r.limit - len(r.tokens) for r in going)))
                 self.running += going
+        if starting:
+            self.rows.add(starting)
         self._plan = None
         return [(r, status) for r, status in outcomes.items() if status is not None]
 
     def _prefixes(self, groups: list[list[Running]]) -> list[Prefix]:
         contexts = [group[0].context for group in groups]
-        found = [self.cache.get(context.tobytes()) for context in contexts]
+        found = [self.cache.get(prompt_key(context)) for context in contexts]
+        known = [len(context) for context in contexts]  # tokens that the first request of a group finds computed
         missing = [i for i, prefix in enumerate(found) if prefix is None]
         if missing:
-            ids = [torch.from_numpy(contexts[i].astype(np.int64)).to(self.device) for i in missing]
-            for i, prefix in zip(missing, self.decoder.prefill(ids), strict=True):
-                found[i] = prefix
+            order, prompts = plan_prompts([contexts[i] for i in missing], self.cache.longest, self.device)
+            missing = [missing[place] for place in order]
+            for i, prompt, prefix in zip(missing, prompts, self.decoder.prefill(prompts), strict=True):
+                found[i], known[i] = prefix, prompt.depth
                 if not groups[i][0].tokens:  # a retracted request's context comes once
-                    self.cache.put(contexts[i].tobytes(), prefix)
+                    self.cache.put(prompt_key(contexts[i]), prefix)
         for i, group in enumerate(groups):
             for place, request in enumerate(group):
                 if not request.tokens:
-                    request.cached_tokens = 0 if i in missing and place == 0 else len(contexts[i])
+                    request.cached_tokens = known[i] if place == 0 else len(contexts[i])
         return found
 
     def _decode(self, version: int) -> list[tuple[Running, Status]]:

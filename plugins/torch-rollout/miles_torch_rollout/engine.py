@@ -192,6 +192,7 @@ class TorchEngine(EngineReplica):
         self._asleep |= set(tags)
         self._batch.retract()
         self._batch.cache.clear()
+        self._batch.rows.release()
         if "weights" in tags and self._parked is None and self._device.type == "cuda":
             self._parked = park(self._model)
         if self._device.type == "cuda":

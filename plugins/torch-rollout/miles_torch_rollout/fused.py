@@ -8,13 +8,17 @@ Legend: T packed tokens, N rows, Q query heads, H key-value heads, G = Q / H, D 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from miles_torch_rollout.kv import Prefix, Rows, StepPlan
+from miles_torch_rollout.prompts import Prompt
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, q [T, Q, D], k [T, H, D], v [T, H, D]) -> [T, Q * D]"""
 
 FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
 ROPE_TYPES = frozenset({"default", "linear", "llama3"})
@@ -53,22 +57,44 @@ class FusedModel:
         """Whether rows attend to long prompts in place, with attention in plain products; on CUDA the loop over prompts
         would cost more in kernel launches than it saves, and the library's attention serves copied prompts."""
 
-    def prefill(self, prompts: Sequence[torch.Tensor]) -> list[Prefix]:
-        """The prompts' keys and values, and the logits of what follows each."""
-        keys, values = [], []
-        hidden = self._packed(prompts, keys, values)
-        lengths = [len(p) for p in prompts]
+    def prefill(self, prompts: Sequence[Prompt]) -> list[Prefix]:
+        """The prompts' keys and values, and the logits of what follows each. Only what comes after a prompt's known
+        beginning is computed; every rest attends to its beginning."""
+        lengths = [len(p.ids) - p.depth for p in prompts]
+        made = [self._room(len(p.ids)) for p in prompts]
+        begins = [p.kept or before for p, before in zip(prompts, [None, *made], strict=False)]
+        masks = [_causal_rest(p) for p in prompts]
+
+        def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            outs = []
+            parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+            for (q_own, k_own, v_own), prompt, prefix, begin, mask in zip(parts, prompts, made, begins, masks, strict=True):
+                depth = prompt.depth
+                if depth:
+                    prefix.k[index, :, :depth] = begin.k[index, :, :depth]
+                    prefix.v[index, :, :depth] = begin.v[index, :, :depth]
+                prefix.k[index, :, depth:] = k_own.transpose(0, 1)
+                prefix.v[index, :, depth:] = v_own.transpose(0, 1)
+                outs.append(self._attend_causal(q_own.transpose(0, 1), prefix.k[index], prefix.v[index], mask))
+            return torch.cat(outs)
+
+        positions = torch.cat([torch.arange(p.depth, len(p.ids), device=p.ids.device) for p in prompts])
+        hidden = self._packed(torch.cat([p.ids[p.depth :] for p in prompts]), positions, attend)
         ends = torch.tensor(lengths, device=hidden.device).cumsum(0) - 1
-        logits = self.head(hidden[ends])
-        k, v = torch.stack(keys), torch.stack(values)  # [L, T, H, D]
-        prefixes = []
-        for row, (kp, vp) in enumerate(zip(k.split(lengths, 1), v.split(lengths, 1), strict=True)):
-            prefixes.append(Prefix(kp.transpose(1, 2).contiguous(), vp.transpose(1, 2).contiguous(), logits[row].clone()))
-        return prefixes
+        for prefix, logits in zip(made, self.head(hidden[ends]), strict=True):
+            prefix.logits = logits.clone()
+        return made
 
     def hidden(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """[len, E] of each sequence, after the last norm."""
-        return list(self._packed(sequences).split([len(s) for s in sequences]))
+        lengths = [len(s) for s in sequences]
+
+        def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            parts = zip(*(t.transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
+            return torch.cat([self._attend_causal(*part) for part in parts])
+
+        positions = torch.cat([torch.arange(n, device=sequences[0].device) for n in lengths])
+        return list(self._packed(torch.cat(list(sequences)), positions, attend).split(lengths))
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[..., V] logits."""
@@ -86,21 +112,20 @@ class FusedModel:
         rows.advance()
         return self.head(F.rms_norm(x, self.layers[0].shape, self.norm.weight, self.eps))
 
-    def _packed(
-        self, sequences: Sequence[torch.Tensor], keys: list | None = None, values: list | None = None
-    ) -> torch.Tensor:
-        """[T, E] of all sequences, one after the other without padding; collects k and v [T, H, D] of each layer."""
-        lengths = [len(s) for s in sequences]
-        x = F.embedding(torch.cat(list(sequences)), self.embedding.weight)
-        cos, sin = self._rope(x, torch.cat([torch.arange(n, device=x.device) for n in lengths]))
-        for layer in self.layers:
+    def _packed(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """[T, E] of tokens of several sequences, one after the other without padding."""
+        x = F.embedding(tokens, self.embedding.weight)
+        cos, sin = self._rope(x, positions)
+        for index, layer in enumerate(self.layers):
             q, k, v = self._qkv(layer, F.rms_norm(x, layer.shape, layer.norm1, self.eps), cos, sin)
-            if keys is not None:
-                keys.append(k)
-                values.append(v)
-            parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-            x = self._rest(layer, x, torch.cat([self._attend_causal(*part) for part in parts]))
+            x = self._rest(layer, x, attend(index, q, k, v))
         return F.rms_norm(x, self.layers[0].shape, self.norm.weight, self.eps)
+
+    def _room(self, num_tokens: int) -> Prefix:
+        """A prompt whose keys, values and logits are yet to come."""
+        weight = self.layers[0].qkv
+        shape = (len(self.layers), self.num_kv, num_tokens, self.head_size)
+        return Prefix(weight.new_empty(shape), weight.new_empty(shape), weight.new_empty(0))
 
     def _rope(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self.rotary(x, positions[None])
@@ -128,9 +153,19 @@ class FusedModel:
         gate, up = both.chunk(2, dim=-1)
         return x + F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
 
-    def _attend_causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=self.num_q > self.num_kv)
+    def _attend_causal(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[n, Q * D] for the last n of P tokens: q [Q, n, D] over k, v [H, P, D]. Without a mask n is P, or 1."""
+        out = F.scaled_dot_product_attention(
+            q[None],
+            k[None],
+            v[None],
+            attn_mask=mask,
+            is_causal=mask is None and q.shape[1] == k.shape[1],
+            scale=self.scale,
+            enable_gqa=self.num_q > self.num_kv,
+        )
         return out[0].transpose(0, 1).flatten(1)
 
     def _attend_rows(self, q: torch.Tensor, rows: Rows, plan: StepPlan, index: int) -> torch.Tensor:
@@ -184,6 +219,15 @@ class _Layer:
         self.q_norm = attention.q_norm.weight if hasattr(attention, "q_norm") else None
         self.k_norm = attention.k_norm.weight if hasattr(attention, "k_norm") else None
         self.shape = tuple(self.norm1.shape)
+
+
+def _causal_rest(prompt: Prompt) -> torch.Tensor | None:
+    """bool[n, P], true where one of the n tokens after the known beginning may look; None where a flag or nothing does."""
+    size = len(prompt.ids)
+    if not prompt.depth or prompt.depth == size - 1:
+        return None
+    places = torch.arange(size, device=prompt.ids.device)
+    return places[None] <= places[prompt.depth :, None]
 
 
 def _fuse(*linears: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

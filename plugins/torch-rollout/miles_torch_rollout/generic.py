@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from miles_torch_rollout.kv import Prefix, Rows, StepPlan
+from miles_torch_rollout.prompts import Prompt
 
 
 class GenericModel:
-    """Prompts are computed one by one; a decoding step feeds one token per row with a mask of its own."""
+    """Prompts are computed one by one, each after the beginning that it shares; a decoding step feeds one token per row with a mask of its own."""
 
     share_prompts = False
 
@@ -26,17 +27,22 @@ class GenericModel:
         known = inspect.signature(model.forward).parameters
         self._cache = "cache" if "cache" in known else "past_key_values"
 
-    def prefill(self, prompts: Sequence[torch.Tensor]) -> list[Prefix]:
-        return [self._prefill_one(prompt) for prompt in prompts]
+    def prefill(self, prompts: Sequence[Prompt]) -> list[Prefix]:
+        made: list[Prefix] = []
+        for prompt in prompts:
+            begin = prompt.kept or (made[-1] if prompt.depth else None)
+            made.append(self._prefill_one(prompt, begin))
+        return made
 
-    def _prefill_one(self, prompt: torch.Tensor) -> Prefix:
-        store = _Collect(self.num_layers)
+    def _prefill_one(self, prompt: Prompt, begin: Prefix | None) -> Prefix:
+        store = _Collect(self.num_layers, begin, prompt.depth)
+        places = torch.arange(len(prompt.ids), device=prompt.ids.device)[None]
         out = self.model(
-            input_ids=prompt[None],
+            input_ids=prompt.ids[None, prompt.depth :],
             **{self._cache: store},
             use_cache=True,
-            position_ids=torch.arange(len(prompt), device=prompt.device)[None],
-            attention_mask=_causal(prompt, self.model.dtype),
+            position_ids=places[:, prompt.depth :],
+            attention_mask=_causal(prompt.ids, self.model.dtype)[:, :, prompt.depth :],
             logits_to_keep=1,
         )
         return Prefix(torch.stack(store.keys), torch.stack(store.values), out.logits[0, -1].float())
@@ -79,13 +85,17 @@ class _Store:
 
 
 class _Collect(_Store):
-    """Keeps what a prompt produces: k and v [H, P, D] per layer."""
+    """Keeps what a prompt produces, after the `depth` tokens of `begin`: k and v [H, P, D] per layer."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, begin: Prefix | None, depth: int) -> None:
         self.keys: list[Any] = [None] * num_layers
         self.values: list[Any] = [None] * num_layers
+        self._begin, self._depth = begin, depth
 
     def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self._depth:
+            k = torch.cat([self._begin.k[layer_idx, None, :, : self._depth], k], dim=2)
+            v = torch.cat([self._begin.v[layer_idx, None, :, : self._depth], v], dim=2)
         self.keys[layer_idx], self.values[layer_idx] = k[0], v[0]
         return k, v
 

@@ -14,6 +14,7 @@ from miles_core.errors import ConfigError, EngineFailed, RuntimeMissing
 from miles_torch_rollout import TorchEngineConfig
 from miles_torch_rollout.fused import FusedModel, unsupported
 from miles_torch_rollout.generic import GenericModel
+from miles_torch_rollout.prompts import Prompt
 
 FULL_ATTENTION = frozenset({"full_attention", "sliding_attention"})
 
@@ -112,4 +113,4 @@ def _probe(decoder: Any, model: Any) -> torch.Tensor:
     """float32[2, V] logits after two fixed contexts of different lengths."""
     vocab = model.config.vocab_size
     contexts = [torch.arange(n, device=model.device) * 7919 % vocab for n in (7, 12)]
-    return torch.stack([prefix.logits for prefix in decoder.prefill(contexts)])
+    return torch.stack([prefix.logits for prefix in decoder.prefill([Prompt(ids) for ids in contexts])])
