@@ -460,7 +460,8 @@ def test_two_rewards_of_one_name_are_refused():
 
 def test_prints_of_a_reward_go_to_the_log_and_metrics_to_the_driver(tmp_path):
     group, scorer = make_group(3), make_scorer("prints", log_dir=tmp_path / "logs")
-    metrics = score(scorer, group, after=lambda s: s.metrics())
+    # The worker's numbers come with the end of its job, a moment after the last verdict.
+    metrics = score(scorer, group, after=lambda s: time.sleep(0.5) or s.metrics())
     assert rewards(group) == [1.0] * 3
     assert (tmp_path / "logs" / "reward-worker-0.log").read_text().count("raw") == 3
     assert metrics["reward/prints/calls"] == 3.0 and metrics["scoring/samples"] == 3.0
