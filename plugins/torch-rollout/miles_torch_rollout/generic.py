@@ -16,7 +16,8 @@ from miles_torch_rollout.prompts import Prompt
 
 
 class GenericModel:
-    """Prompts are computed one by one, each after the beginning that it shares; a decoding step feeds one token per row with a mask of its own."""
+    """Prompts are computed one by one, each after the beginning that it shares; a decoding step feeds one token per row
+    with a mask of its own."""
 
     share_prompts = False
 

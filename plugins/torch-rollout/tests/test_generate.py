@@ -12,6 +12,20 @@ import torch
 from miles_core.errors import ConfigError, EngineFailed
 from miles_torch_rollout import kv
 
+
+def watch_prefill(engine):
+    """A list that grows by how many tokens of each prompt the engine computes."""
+    computed = []
+    prefill = engine._batch.decoder.prefill
+
+    def watched(prompts):
+        computed.extend(len(p.ids) - p.depth for p in prompts)
+        return prefill(prompts)
+
+    engine._batch.decoder.prefill = watched
+    return computed
+
+
 FAMILIES = ["llama", "llama-untied", "qwen2", "qwen3", "qwen3-moe"]
 
 
@@ -98,9 +112,7 @@ def test_E3_siblings_differ_and_a_rerun_or_another_number_of_engines_gives_the_s
 def test_a_prompt_is_computed_once_for_all_its_samples(model_folder, serve, ask, prompt):
     async def go():
         async with serve(model_folder("llama"), max_running=3) as engine:
-            computed = []
-            prefill = engine._batch.decoder.prefill
-            engine._batch.decoder.prefill = lambda prompts: computed.extend(map(len, prompts)) or prefill(prompts)
+            computed = watch_prefill(engine)
             answers = await asyncio.gather(*(engine.generate(ask(str(i), prompt(20), seed=i)) for i in range(8)))
             return computed, sorted(a.cached_tokens for a in answers)
 
