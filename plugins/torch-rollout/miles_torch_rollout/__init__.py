@@ -28,7 +28,7 @@ class TorchEngineConfig(ComponentConfig):
     prefill_tokens: int = Field(default=0, ge=0)
     """Most prompt tokens computed at once (one prompt may be longer); 0 is 2048 on the CPU and 16384 on CUDA."""
     prefix_cache_tokens: int = Field(default=8192, ge=0)
-    """Prompt tokens whose keys and values are kept for later samples of the same prompt; 0 keeps none."""
+    """Prompt tokens whose keys and values are kept for later prompts that are equal or begin alike; 0 keeps none."""
     forward: Literal["auto", "fused", "generic"] = "auto"
     """"fused" is a lean forward pass for Llama, Qwen2 and Qwen3, checked against the model's own at start; "generic" calls
     the model's own for every step. "auto" takes the fused one where it serves the architecture and agrees."""

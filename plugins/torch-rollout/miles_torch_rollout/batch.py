@@ -19,8 +19,8 @@ from miles_torch_rollout.sampling import SamplingPlan, sample
 
 
 class Batch:
-    """Continuous batching. Waiting requests with the same context are computed once, together; sequences join between
-    steps and leave the batch at once when they end."""
+    """Continuous batching. Waiting requests with the same context are computed once, together, and so is what different
+    contexts share; sequences join between steps and leave the batch at once when they end."""
 
     def __init__(
         self,
