@@ -112,16 +112,16 @@ def test_a_requirement_that_cannot_be_parsed_makes_a_broken_row(dists: Dists):
 
 
 def test_content_hash_is_the_same_for_wheel_and_editable_and_follows_the_bytes(dists: Dists):
-    wheel = dists.add("one", dist="acme", site="a")
-    editable = dists.add("one", dist="acme", site="b", editable=True)
+    wheel = dists.add("one", dist="hashed", site="a")
+    editable = dists.add("one", dist="hashed", site="b", editable=True)
     sys.path.remove(str(dists.root / "a"))  # so that the editable copy is the one that imports find
     hashes = {discover([d])[0].content_hash() for d in (wheel, editable)}
-    assert len(hashes) == 1 and "acme" not in sys.modules
-    (dists.root / "src/acme/acme/__init__.py").write_text("changed = True")
-    (dists.root / "src/acme/acme/__pycache__").mkdir()
+    assert len(hashes) == 1 and "hashed" not in sys.modules
+    (dists.root / "src/hashed/hashed/__init__.py").write_text("changed = True")
+    (dists.root / "src/hashed/hashed/__pycache__").mkdir()
     assert discover([editable])[0].content_hash() not in hashes
     before = discover([editable])[0].content_hash()
-    (dists.root / "src/acme/acme/__pycache__/x.pyc").write_bytes(b"cache")
+    (dists.root / "src/hashed/hashed/__pycache__/x.pyc").write_bytes(b"cache")
     assert discover([editable])[0].content_hash() == before
 
 
