@@ -153,6 +153,10 @@ class Loop:
         self.session.host.observe("miles_before_step", step=step, batch=minibatch)
         report = await self.session.trainer.step(minibatch)
         self.optimizer_steps += report.skipped is None
+        if "critic" in self.config.roles:
+            critic = await self.session.trainer.step(minibatch, "critic")
+            report.metrics |= {f"critic/{name}": metric for name, metric in critic.metrics.items()}
+            report.metrics["critic/loss"] = (critic.loss, 1.0, "mean")
         return report
 
     async def _push(self) -> None:
