@@ -171,7 +171,8 @@ def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         shown = "-" if ratio is None else f"{ratio:.2f}"
         table.add_row(name, f"{summary[name]['trl']:.3f}", f"{summary[name]['miles']:.3f}", shown)
     console.print(table)
-    console.print("Other settings of TRL, measured by --tune: " + "; ".join(v.name for v in VARIANTS[1:]))
+    others = "; ".join(v.name for v in VARIANTS[1:])
+    console.print(f"Other settings of TRL, for --tune (benchmarks/README.md says which have been measured): {others}")
     return {"summary": summary, "rounds": rounds}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from cpu_clock import Step, peak_bytes
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.toml"
-MICROBATCHES = 4
+MICROBATCHES = 12
 """Of TRL's chosen settings."""
 
 
