@@ -57,7 +57,7 @@ class Loop:
         if self.step == 0:
             await self.evaluate_due(first=True)
         while self.step < self.config.steps:
-            groups = await self._or_stop(self._next_groups(), self.step)
+            groups = await self._or_stop(self._next_groups())
             if not groups:
                 break
             await self.train_step(groups)
@@ -145,10 +145,10 @@ class Loop:
             batch.put(column, rows[output], f"trainer forward of {role}")
 
     async def _optimize(self, step: int, minibatch: TrainBatch) -> StepReport:
-        if minibatch.num_trainable == 0:
+        if reason := batching.skip_reason(minibatch):
             self.skipped_steps += 1
             self.session.view.note(f"step {step}: nothing to train, the optimizer step is skipped", "warning")
-            return StepReport(step=step, loss=0.0, grad_norm=0.0, lr=0.0, skipped="nothing-trainable")
+            return StepReport(step=step, loss=0.0, grad_norm=0.0, lr=0.0, skipped=reason)
         self.session.view.phase("train")
         self.session.host.observe("miles_before_step", step=step, batch=minibatch)
         report = await self.session.trainer.step(minibatch)
@@ -201,7 +201,7 @@ class Loop:
         last = self.ended or self.step == self.config.steps
         for table in self.config.eval:
             if first or last or (table.every and self.step % table.every == 0):
-                metrics, groups = await self._or_stop(evaluate(self.session, table), self.step)
+                metrics, groups = await self._or_stop(evaluate(self.session, table))
                 self.evaluations.append((table.name, self.step, metrics))
                 self.session.view.evaluated(table.name, self.step, metrics, groups)
                 self.session.log_evaluation(self.step, table.name, metrics)
@@ -238,7 +238,7 @@ class Loop:
         self.session.restore(state)
         await self.session.push(self.version)
 
-    async def _or_stop(self, work: Any, step: int) -> Any:
+    async def _or_stop(self, work: Any) -> Any:
         """The result of `work`, unless the run is asked to stop meanwhile: then a save and Interrupted."""
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self.stop.wait())

@@ -82,7 +82,8 @@ class Session:
         await self.scorer.start()
         self.view.phase("start trainer and engines")
         launcher = self.wiring.build("launcher")
-        self.allocation = await launcher.allocate(role_specs(self.run), self.config.launcher.placement)
+        specs = role_specs(self.run)
+        self.allocation = await launcher.allocate(specs, self.config.launcher.placement)
         place = {"run_dir": self.run_dir, "model_path": self.model_path, "allocation": self.allocation}
         self.trainer = await launch_trainer(self.run, **place)
         engines = await launch_engines(self.run, **place)
@@ -95,7 +96,7 @@ class Session:
             replace=self._replace_engine,
             on_event=self._engine_event,
         )
-        if len(role_specs(self.run)) == 2:
+        if len(specs) == 2:
             await asyncio.gather(self.trainer.start(), self.pool.start())
         else:  # loading a model changes process-wide defaults (torch's dtype): in one process, one after the other
             await self.trainer.start()
