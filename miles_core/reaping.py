@@ -37,6 +37,14 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def kill_session_of(leader: int) -> None:
+    """Kills everything in the session of `leader` but the leader itself, on Linux; called by a worker before it ends."""
+    for pid in _process_table() if _LINUX else ():
+        with suppress(OSError, IndexError, ValueError):
+            if pid != leader and _stat(pid)[2] == leader:
+                os.kill(pid, signal.SIGKILL)
+
+
 def kill_tree(process: subprocess.Popen[bytes], token: str) -> None:
     """Kills `process`, its session and all its descendants, and reaps them; returns when none is left."""
     with _killing, _adopting_orphans():
@@ -70,10 +78,9 @@ def _descendants(root: int, token: str) -> set[int]:
     if not _LINUX:
         return set()
     table: dict[int, tuple[str, int, int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError, IndexError, ValueError):
-                table[int(name)] = _stat(int(name))
+    for pid in _process_table():
+        with suppress(OSError, IndexError, ValueError):
+            table[pid] = _stat(pid)
     found = {root}
     while True:  # parents do not always have smaller ids than their children
         below = {pid for pid, (_, parent, _) in table.items() if parent in found} - found
@@ -83,6 +90,10 @@ def _descendants(root: int, token: str) -> set[int]:
     mark = f"{TOKEN_VARIABLE}={token}".encode()
     found |= {pid for pid, (_, _, session) in table.items() if session == root or _marked(pid, mark)}
     return {pid for pid in found - {root} if pid in table and table[pid][0] not in "ZX"}
+
+
+def _process_table() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def _stat(pid: int) -> tuple[str, int, int]:

@@ -24,10 +24,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from miles_core.channel import Channel, encode_error
 from miles_core.errors import ConfigError, RunFailed, RuntimeMissing
+from miles_core.reaping import kill_session_of
 
 ENGINE_KINDS = ("engine", "tokenizer", "precision")
 """Whose plugins an engine's environment must have; it may lack those of the trainer, for example."""
@@ -205,8 +206,9 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-async def serve(sock: socket.socket, parent: int) -> bool:
-    """Builds and serves until told to end. True when the driver is gone, so that nobody will clean up after us."""
+async def serve(sock: socket.socket, parent: int) -> None:
+    """Builds and serves until told to end, and then ends the process: still inside the event loop, whose own end would give
+    SIGTERM its deadly default back while the kernel's may yet be on its way, and our children would live on."""
     channel = Channel(sock)
     payload = await channel.receive()
     hosted = Hosted(f"{payload['role']}-{payload['index']}")
@@ -216,7 +218,7 @@ async def serve(sock: socket.socket, parent: int) -> bool:
         traceback.print_exc()
         channel.send(("failed", 0, encode_error(_explain(error))))
         await channel.flush()
-        return False
+        end(orphaned=False)
     channel.send(("ready", 0, place()))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -228,7 +230,18 @@ async def serve(sock: socket.socket, parent: int) -> bool:
         await asyncio.wait_for(hosted.close(), CLOSE_LIMIT_S)
     except Exception:
         traceback.print_exc()
-    return requests.done() or os.getppid() != parent
+    end(orphaned=requests.done() or os.getppid() != parent)
+
+
+def end(*, orphaned: bool) -> NoReturn:
+    """Ends this process and its children. `orphaned`: the driver is known to be gone; even if it only looks alive, because
+    not all of its threads have died yet, nobody else may clean up after us."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if orphaned:
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    kill_session_of(os.getpid())
+    os._exit(0)  # a library's thread that will not end must not keep the process
 
 
 async def _serve_requests(channel: Channel, hosted: Hosted) -> None:
@@ -269,12 +282,7 @@ def main(argv: list[str]) -> None:
     os.set_inheritable(fd, False)  # a child of ours that outlived us would hide our end from the driver
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    orphaned = asyncio.run(serve(socket.socket(fileno=fd), parent))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if orphaned:
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(0)  # a library's thread that will not end must not keep the process
+    asyncio.run(serve(socket.socket(fileno=fd), parent))
 
 
 if __name__ == "__main__":
