@@ -13,7 +13,7 @@ import numpy as np
 
 from miles_core.batch_checks import check_sample, check_zero_outside, checked_mask, checked_rows, require_field
 from miles_core.component import merge_metric
-from miles_core.errors import ContractError
+from miles_core.errors import ContractError, MilesError, RunFailed
 from miles_core.fields import FieldSpec
 from miles_core.interfaces import Advantage, Correction
 from miles_core.settings import TrainTable
@@ -132,15 +132,17 @@ def prepare(
 def apply_advantages(batch: RolloutBatch, advantages: Sequence[tuple[str, Advantage]]) -> None:
     """Runs a chain of (name, advantage) and puts the columns "advantages" and, where there are any, "returns".
 
-    With nothing trainable no advantage is asked, since no column was computed for it; the columns are zeros.
+    With nothing trainable no advantage is asked, since no column was computed for it; the columns are zeros. Errors name
+    the advantage and its place; metrics go by "advantage/<name>/", and by "advantage/<name>#2/" for one used again.
     """
     if not batch.trainable:
         batch.columns["advantages"] = [np.zeros(len(m), dtype=np.float32) for m in batch.mask]
         return
     last: Rows | None = None
     returns: Rows | None = None
-    for name, advantage in advantages:
-        where = f"advantage/{name}"
+    chain = [name for name, _ in advantages]
+    for place, (name, advantage) in enumerate(advantages):
+        where = f"advantage/{name}" + (f" (place {place + 1} of {' -> '.join(chain)})" if len(chain) > 1 else "")
         inputs = AdvantageInputs(
             samples=batch.samples,
             groups=batch.groups,
@@ -151,12 +153,18 @@ def apply_advantages(batch: RolloutBatch, advantages: Sequence[tuple[str, Advant
             advantages=last,
             returns=returns,
         )
-        output = advantage(inputs)
+        try:
+            output = advantage(inputs)
+        except MilesError:
+            raise
+        except Exception as error:
+            raise RunFailed(f"{where} raised {type(error).__name__}: {error}") from error
         last = checked_rows(where, "advantages", batch.samples, output.advantages, batch.mask)
         check_zero_outside(where, batch.samples, output.advantages, batch.mask)
         if output.returns is not None:
             returns = checked_rows(where, "returns", batch.samples, output.returns, batch.mask)
-        batch.add_metrics(where, output.metrics)
+        again = chain[:place].count(name)
+        batch.add_metrics(f"advantage/{name}" + (f"#{again + 1}" if again else ""), output.metrics)
     if last is None:
         raise ContractError("a run needs at least one advantage")
     batch.columns["advantages"] = last
