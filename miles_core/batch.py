@@ -257,12 +257,15 @@ def skip_reason(batch: TrainBatch) -> str | None:
 
 
 def _correct(batch: RolloutBatch, part: TrainBatch, corrections: Sequence[tuple[str, Correction, str]]) -> Rows:
-    """Applies corrections to `part` in order; returns the mask that the denominators are counted from."""
+    """Applies corrections to `part` in order; returns the mask that the denominators are counted from. Metrics go by
+    "correction/<name>/", and by "correction/<name>#2/" for one used again."""
     denominator = part.mask
     if not part.num_trainable:
         return denominator
-    for name, correction, rule in corrections:
-        where = f"correction/{name}"
+    names = [name for name, _, _ in corrections]
+    for place, (name, correction, rule) in enumerate(corrections):
+        again = names[:place].count(name)
+        where = f"correction/{name}" + (f"#{again + 1}" if again else "")
         inputs = CorrectionInputs(
             samples=part.samples,
             mask=part.mask,
@@ -270,7 +273,12 @@ def _correct(batch: RolloutBatch, part: TrainBatch, corrections: Sequence[tuple[
             columns=part.columns,
             version=part.version,
         )
-        output = correction(inputs)
+        try:
+            output = correction(inputs)
+        except MilesError:
+            raise
+        except Exception as error:
+            raise RunFailed(f"{where} raised {type(error).__name__}: {error}") from error
         new = checked_mask(where, part, output.mask)
         if rule == "shrink":
             removed = (old & ~now for old, now in zip(part.mask, new, strict=True))
