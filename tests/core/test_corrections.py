@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from batching import batches_of, ones
 
+import miles_core
 from miles_core.batch import apply_advantages, make_batches, prepare
-from miles_core.errors import ContractError
+from miles_core.errors import ContractError, RunFailed
 from miles_core.settings import TrainTable
 from miles_core.testing.samples import make_group
 from miles_core.types import AdvantageOutput, CorrectionOutput
@@ -104,3 +105,43 @@ BAD_ADVANTAGES = [
 def test_bad_advantages_are_named(advantage, message):
     with pytest.raises(ContractError, match=message):
         batches_of([make_group([0.0, 1.0])], advantage=advantage)
+
+
+def test_a_correction_used_twice_has_metrics_of_its_own():
+    batch = prepare([make_group([0.0], response=4)])
+    apply_advantages(batch, [("ones", ones)])
+    make_batches(
+        batch, TrainTable(), corrections=[("a", drop_last, "keep"), ("b", double, "keep"), ("a", drop_last, "keep")]
+    )
+    assert batch.metrics["correction/a/dropped"] == batch.metrics["correction/a#2/dropped"] == (1, 1, "sum")
+
+
+def test_what_a_correction_raises_names_it():
+    def broken(inputs):
+        raise ZeroDivisionError("no")
+
+    with pytest.raises(RunFailed, match="correction/x raised ZeroDivisionError: no"):
+        batches_of([make_group([0.0])], corrections=[("x", broken, "keep")])
+
+
+def test_the_decorator_carries_denominator_needs_and_options():
+    @miles_core.correction("half", denominator="shrink", needs={"old_logprobs"})
+    def half(inputs, *, factor: float = 0.5):
+        """Multiplies with a factor.
+
+        factor: what every token's loss is multiplied with.
+        """
+        return CorrectionOutput(mask=inputs.mask, multiplier=[np.full(len(m), factor, np.float32) for m in inputs.mask])
+
+    assert half.traits["denominator"] == "shrink" and half.needed(half.config()) == {"old_logprobs"}
+    assert half.config.model_fields["factor"].description.startswith("what every token")
+    built = half.build(half.config(factor=0.25), None)
+    (batch,) = batches_of([make_group([0.0])], corrections=[("half", built, half.traits["denominator"])])
+    assert batch.columns["multiplier"][0].tolist() == [0, 0, 0, 0.25, 0.25]
+
+
+def test_F7_an_engines_nan_is_named_before_any_correction():
+    group = make_group([0.0, 1.0])
+    group.samples[1].logprobs[4] = np.nan
+    with pytest.raises(ContractError, match=r"engine returned rollout_logprobs nan for sample p@0/1 at token 4"):
+        prepare([group])

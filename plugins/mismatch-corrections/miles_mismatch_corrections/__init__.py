@@ -204,21 +204,19 @@ def _sizes(ratios: Ratios, level: Level, weights: np.ndarray) -> dict[str, Metri
 
 
 def _check(config: Any, env: Environment, name: str) -> None:
-    """Refuses runs in which the two log-probabilities are the same thing, or in which a sequence's weight is none."""
-    run = env.run_config
-    if run.train.old_logprobs == "rollout":
+    """Refuses a run in which the two log-probabilities are the same thing."""
+    if env.run_config.train.old_logprobs == "rollout":
         raise ConfigError(
             f'{env.where}: correction "{name}" compares old_logprobs with rollout_logprobs, and with train.old_logprobs = '
             '"rollout" these are the same: it would do nothing',
             f'set train.old_logprobs = "recompute", or remove "{name}"',
         )
-    sampling = run.rollout.sampling
-    if name in ("tis", "mis") and config.level == "sequence" and (sampling.top_p < 1 or sampling.top_k > 0):
-        raise ConfigError(
-            f'{env.where}: correction "{name}" with level = "sequence" weighs whole answers, and with top_p or top_k '
-            "(rollout.sampling) their weights lack the mass that was cut, once per token",
-            'set rollout.sampling.top_p = 1 and top_k = 0, or choose level = "token" or "geometric"',
-        )
+
+
+def _ratio(options: Any) -> str:
+    """Whether it weighs whole sequences by their probability. One that only masks compares engine and trainer, both before
+    top-p and top-k, and is right with either."""
+    return "sequence" if options.level == "sequence" else "token"
 
 
 def _component(
@@ -226,6 +224,7 @@ def _component(
     config: type[ComponentConfig],
     denominator: Literal["keep", "shrink"],
     summary: str,
+    **traits: Any,
 ) -> Component[Any]:
     name = function.__name__
 
@@ -238,7 +237,7 @@ def _component(
         config=config,
         build=build,
         needs=lambda options: frozenset({"old_logprobs"}),
-        traits={"denominator": denominator},
+        traits={"denominator": denominator, **traits},
         check=partial(_check, name=name),
     )
 
@@ -247,8 +246,12 @@ def _component(
 def miles_corrections() -> Iterable[Component[Any]]:
     return [
         _component(icepop, IcepopConfig, "keep", "Weights of tokens, those outside [0.5, 5] masked (IcePop)"),
-        _component(mis, MisConfig, "keep", "Masked importance sampling, by token, sequence or geometric mean"),
+        _component(
+            mis, MisConfig, "keep", "Masked importance sampling, by token, sequence or geometric mean", ratio=_ratio
+        ),
         _component(opsm, OpsmConfig, "keep", "Masks sequences that are off-policy and have a negative advantage"),
         _component(rejection, RejectionConfig, "shrink", "Drops tokens or sequences far from the trainer, with a veto"),
-        _component(tis, TisConfig, "keep", "Truncated importance sampling, by token, sequence or geometric mean"),
+        _component(
+            tis, TisConfig, "keep", "Truncated importance sampling, by token, sequence or geometric mean", ratio=_ratio
+        ),
     ]

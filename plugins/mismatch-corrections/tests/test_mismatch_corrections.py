@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import miles_mismatch_corrections
 from miles_core.batch import apply_advantages, make_batches, prepare
 from miles_core.component import Environment
+from miles_core.config import load
 from miles_core.errors import ConfigError, ContractError
 from miles_core.settings import TrainTable
 from miles_core.testing.samples import group_of, make_sample
@@ -277,35 +278,53 @@ def test_an_empty_sample_is_in_nobodys_way():
 # --- Refusals --------------------------------------------------------------------------------------------------------
 
 
-def environment(old_logprobs="recompute", **sampling):
-    run = SimpleNamespace(
-        train=SimpleNamespace(old_logprobs=old_logprobs),
-        rollout=SimpleNamespace(sampling=SimpleNamespace(**({"top_p": 1.0, "top_k": 0} | sampling))),
-    )
-    return Environment(run_config=run, where="run.toml: correction[0]")
-
-
 @pytest.mark.parametrize("name", ["tis", "mis", "icepop", "rejection", "opsm"])
 def test_nothing_to_compare_with_is_refused(name):
     component = COMPONENTS[name]
     config = component.config(**({"delta": 0.1} if name == "opsm" else {}))
-    component.check(config, environment())
-    with pytest.raises(ConfigError, match=f'correction "{name}" compares old_logprobs with rollout_logprobs'):
-        component.check(config, environment("rollout"))
+    for old_logprobs in ("recompute", "rollout"):
+        run = SimpleNamespace(train=SimpleNamespace(old_logprobs=old_logprobs))
+        env = Environment(run_config=run, where="run.toml: correction[0]")
+        if old_logprobs == "recompute":
+            component.check(config, env)
+            continue
+        with pytest.raises(ConfigError, match=f'correction "{name}" compares old_logprobs with rollout_logprobs'):
+            component.check(config, env)
 
 
-@pytest.mark.parametrize(
-    ("name", "level", "refused"),
-    [("tis", "sequence", True), ("mis", "sequence", True), ("tis", "token", False), ("rejection", "sequence", False)],
-)
-@pytest.mark.parametrize("sampling", [{"top_p": 0.8}, {"top_k": 40}])
-def test_F11_whole_answers_are_not_weighed_where_top_p_cut_the_distribution(name, level, refused, sampling):
-    component = COMPONENTS[name]
-    config = component.config(level=level)
+RUN = """
+steps = 1
+plugins = ["mismatch-corrections"]
+tokenizer.use = "toy"
+data.use = "toy"
+engine.use = "toy"
+trainer.use = "toy"
+rollout.groups_per_step = 1
+rollout.samples_per_group = 2
+[[reward]]
+use = "toy"
+[[loss]]
+use = "policy-gradient"
+[[correction]]
+"""
+TRUNCATED = [
+    ("tis", "sequence", True),
+    ("mis", "sequence", True),
+    ("tis", "token", False),
+    ("rejection", "sequence", False),
+]
+
+
+@pytest.mark.parametrize(("name", "level", "refused"), TRUNCATED)
+@pytest.mark.parametrize("cut", ["top_p = 0.8", "top_k = 40"])
+def test_F11_whole_answers_are_not_weighed_where_the_distribution_is_cut(tmp_path, name, level, refused, cut):
+    config = tmp_path / "run.toml"
+    config.write_text(f'{RUN}use = "{name}"\n{name}.level = "{level}"\n[rollout.sampling]\n{cut}\n')
     if not refused:
-        return component.check(config, environment(**sampling))
-    with pytest.raises(ConfigError, match=f'correction "{name}" with level = "sequence"'):
-        component.check(config, environment(**sampling))
+        assert load(config).all("correction")
+        return
+    with pytest.raises(ConfigError, match=f'correction "{name}".* weighs whole sequences'):
+        load(config)
 
 
 # --- Properties ------------------------------------------------------------------------------------------------------
