@@ -43,6 +43,8 @@ _REWRITES = [
     (re.compile(r"\\?sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
     (re.compile(r"^\s*\\approx"), ""),
+    (re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)"), r"\\times "),
+    (re.compile(r"(?<![\\A-Za-z])(ln|log|sin|cos|tan)(?![A-Za-z])"), r"\\\1 "),
 ]
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _UNIT = re.compile(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>", "<eos>", "<end_of_turn>")
-"""What follows an end-of-text token, where a tokenizer left it in the text, is not part of the response."""
+from miles_core.answers import spoken
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -28,7 +27,7 @@ def answer_text(response: str, require_box: bool) -> str | None:
 
     Thinking does not count: only what follows the last </think> does, and nothing does while <think> is open.
     """
-    text = _after_thinking(_before_end(response))
+    text = spoken(response)
     if text is None:
         return None
     found = last_marked(text)
@@ -60,17 +59,6 @@ def _box_at(text: str, match: re.Match[str]) -> Marked:
             if depth == 0:
                 return Marked(match.start(), place, text[match.end() : place].strip())
     return Marked(match.start(), len(text), None)
-
-
-def _before_end(text: str) -> str:
-    cuts = [at for end in ENDS if (at := text.find(end)) >= 0]
-    return text[: min(cuts)] if cuts else text
-
-
-def _after_thinking(text: str) -> str | None:
-    _, closed, after = text.rpartition("</think>")
-    rest = after if closed else text
-    return None if "<think>" in rest else rest
 
 
 def _guessed(text: str) -> str | None:
