@@ -5,25 +5,46 @@ Shape letters: T tokens of a sample, M trainable tokens of a trajectory (all its
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from pydantic import Field
 
-from miles_core.component import BuildContext, Component, ComponentConfig, NoOptions
-from miles_core.errors import ConfigError
-from miles_core.types import AdvantageInputs, AdvantageOutput
-from miles_core.votes import all_equal, votes
+from miles_core.advantages import (
+    KL_COLUMNS,
+    discounted_sums,
+    gather,
+    group_normalised,
+    kl_rows,
+    leave_one_out,
+    order_check,
+    per_group,
+    refuse_chain,
+    scatter,
+    token_mean,
+    trajectories,
+)
+from miles_core.component import BuildContext, Component, ComponentConfig
+from miles_core.types import AdvantageInputs, AdvantageOutput, Metric
+
+__all__ = ["COMPONENTS", "gae", "group_normalised", "leave_one_out", "per_group", "rloo"]
 
 
 class GrpoConfig(ComponentConfig):
     """Options of `grpo`."""
 
     std: bool = True
-    """Divide by the group's standard deviation; False is Dr. GRPO's choice."""
+    """Divide by the group's standard deviation (ddof = 1); False is Dr. GRPO's choice."""
     eps: float = Field(default=1e-6, ge=0)
     """Added to the standard deviation."""
+
+
+class RlooConfig(ComponentConfig):
+    """Options of `rloo`."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Beta: beta * sum(old_logprobs - reference_logprobs) is taken from a trajectory's reward before the others' mean is;
+    above 0 it needs `[roles.reference]`."""
 
 
 class GaeConfig(ComponentConfig):
@@ -33,97 +54,61 @@ class GaeConfig(ComponentConfig):
     """Discount per trainable token."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """Lambda: 0 is the one-step error, 1 the whole return minus the value."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Beta of a reward -beta * (old_logprobs - reference_logprobs) for every token, the KL penalty of PPO for language
+    models; above 0 it needs `[roles.reference]`."""
 
 
-def group_normalised(rewards: np.ndarray, std: bool, eps: float) -> np.ndarray:
-    """(r - mean) / (std + eps) over one group, standard deviation with ddof=1; GRPO, arXiv:2402.03300 section 4.1.
-
-    Exactly 0 when all are equal, which is tested by equality: the mean of equal numbers need not equal them, and a
-    rounding error divided by eps is no advantage. A single reward gives 0.
-    """
-    if all_equal(rewards):
-        return np.zeros(len(rewards))
-    centred = rewards - rewards.mean()
-    return centred / (rewards.std(ddof=1) + eps) if std else centred
-
-
-def leave_one_out(rewards: np.ndarray) -> np.ndarray:
-    """r minus the mean of the others; RLOO, arXiv:2402.14740. Exactly 0 when all are equal, or for a single reward."""
-    if all_equal(rewards):
-        return np.zeros(len(rewards))
-    return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
+def rloo(inputs: AdvantageInputs, kl_coef: float = 0.0) -> AdvantageOutput:
+    """Rewards minus the mean of the group's others; RLOO, arXiv:2402.14740. With `kl_coef` the reward of a trajectory is
+    r - kl_coef * sum over its trainable tokens of (old_logprobs - reference_logprobs); arXiv:1909.08593."""
+    if not kl_coef:
+        return per_group(inputs, "rloo", leave_one_out)
+    found = trajectories(inputs, "rloo")
+    kl = kl_rows(inputs, found, "rloo")
+    rewards = {t.id: t.reward - kl_coef * row.sum() for t, row in zip(found, kl, strict=True) if t.reward is not None}
+    output = per_group(inputs, "rloo", leave_one_out, rewards)
+    output.metrics["kl"] = token_mean(kl)
+    return output
 
 
-def per_group(inputs: AdvantageInputs, name: str, rule: Callable[[np.ndarray], np.ndarray]) -> AdvantageOutput:
-    """Applies `rule` to the votes of each group and spreads each trajectory's advantage over its trainable tokens."""
-    _refuse_chain(inputs, name)
-    advantages = [np.zeros(len(mask), dtype=np.float32) for mask in inputs.mask]
-    for members in inputs.groups:
-        verdicts = votes([inputs.samples[i] for i in members], [inputs.rewards[i] for i in members])
-        values = rule(np.array(list(verdicts.values()), dtype=np.float64))
-        by_trajectory = dict(zip(verdicts, values.astype(np.float32), strict=True))
-        for i in members:
-            advantages[i][inputs.mask[i]] = by_trajectory.get(inputs.samples[i].trajectory_id, 0.0)
-    return AdvantageOutput(advantages=advantages)
-
-
-def gae(inputs: AdvantageInputs, gamma: float, lam: float) -> AdvantageOutput:
+def gae(inputs: AdvantageInputs, gamma: float, lam: float, kl_coef: float = 0.0) -> AdvantageOutput:
     """Generalised advantage estimation, arXiv:1506.02438 eq. 16, over the trainable tokens of each trajectory.
 
     Masked tokens do not exist here: they take no discount, and neither their rewards nor their values are read. The
-    reward falls on the trajectory's last trainable token, after which the value is 0. returns = advantages + values.
+    reward falls on the trajectory's last trainable token, after which the value is 0; with `kl_coef` every token has the
+    reward -kl_coef * (old_logprobs - reference_logprobs) besides (arXiv:1909.08593). returns = advantages + values.
     """
-    _refuse_chain(inputs, "gae")
-    values = inputs.columns["old_values"]
-    trajectories: dict[str, list[int]] = {}
-    for i in sorted(range(len(inputs.samples)), key=lambda i: inputs.samples[i].segment):
-        trajectories.setdefault(inputs.samples[i].trajectory_id, []).append(i)
-    rows = [np.concatenate([values[i][inputs.mask[i]] for i in members]) for members in trajectories.values()]
-    rewards = [inputs.rewards[members[-1]] or 0.0 for members in trajectories.values()]
-    advantages = [np.zeros(len(mask), dtype=np.float32) for mask in inputs.mask]
-    returns = [np.zeros(len(mask), dtype=np.float32) for mask in inputs.mask]
-    for members, row, advantage in zip(trajectories.values(), rows, _gae_rows(rows, rewards, gamma, lam), strict=True):
-        start = 0
-        for i in members:
-            stop = start + np.count_nonzero(inputs.mask[i])
-            advantages[i][inputs.mask[i]] = advantage[start:stop]
-            returns[i][inputs.mask[i]] = advantage[start:stop] + row[start:stop]
-            start = stop
-    return AdvantageOutput(advantages=advantages, returns=returns)
-
-
-def _gae_rows(rows: list[np.ndarray], rewards: list[float], gamma: float, lam: float) -> list[np.ndarray]:
-    """Advantages float64[M] per row of values: one backward scan over all rows, aligned at their ends."""
-    width = max((len(row) for row in rows), default=0)
-    values = np.zeros((len(rows), width + 1))
-    delta = np.zeros((len(rows), width))
-    for r, row in enumerate(rows):
-        values[r, width - len(row) : width] = row
-    if width:
-        delta[:] = gamma * values[:, 1:] - values[:, :-1]
-        delta[:, -1] += rewards
-    for t in range(width - 2, -1, -1):
-        delta[:, t] += gamma * lam * delta[:, t + 1]
-    return [delta[r, width - len(row) :] for r, row in enumerate(rows)]
-
-
-def _refuse_chain(inputs: AdvantageInputs, name: str) -> None:
-    if inputs.advantages is not None:
-        raise ConfigError(
-            f'advantage "{name}" starts from rewards and would discard the advantages before it; put it first'
-        )
+    refuse_chain(inputs, "gae")
+    found = trajectories(inputs, "gae")
+    values = gather(inputs, found, "gae", "old_values")
+    errors = []
+    for t, row in zip(found, values, strict=True):
+        error = gamma * np.append(row[1:], 0.0) - row if len(row) else row.copy()
+        error[-1:] += t.reward or 0.0
+        errors.append(error)
+    metrics: dict[str, Metric] = {}
+    if kl_coef:
+        kl = kl_rows(inputs, found, "gae")
+        errors = [error - kl_coef * row for error, row in zip(errors, kl, strict=True)]
+        metrics["kl"] = token_mean(kl)
+    advantages = discounted_sums(errors, gamma * lam)
+    returns = [a + v for a, v in zip(advantages, values, strict=True)]
+    return AdvantageOutput(
+        advantages=scatter(inputs, found, advantages), returns=scatter(inputs, found, returns), metrics=metrics
+    )
 
 
 def _build_grpo(config: GrpoConfig, context: BuildContext) -> Any:
     return lambda inputs: per_group(inputs, "grpo", lambda r: group_normalised(r, config.std, config.eps))
 
 
-def _build_rloo(config: NoOptions, context: BuildContext) -> Any:
-    return lambda inputs: per_group(inputs, "rloo", leave_one_out)
+def _build_rloo(config: RlooConfig, context: BuildContext) -> Any:
+    return lambda inputs: rloo(inputs, config.kl_coef)
 
 
 def _build_gae(config: GaeConfig, context: BuildContext) -> Any:
-    return lambda inputs: gae(inputs, config.gamma, config.lam)
+    return lambda inputs: gae(inputs, config.gamma, config.lam, config.kl_coef)
 
 
 COMPONENTS: dict[str, list[Component[Any]]] = {
@@ -133,15 +118,25 @@ COMPONENTS: dict[str, list[Component[Any]]] = {
             summary="Rewards minus the group's mean, over its standard deviation",
             config=GrpoConfig,
             build=_build_grpo,
+            check=order_check("grpo", first=True),
         ),
-        Component(name="rloo", summary="Rewards minus the mean of the group's others", build=_build_rloo),
+        Component(
+            name="rloo",
+            summary="Rewards minus the mean of the group's others",
+            config=RlooConfig,
+            build=_build_rloo,
+            requires=lambda config: ("role/reference",) if config.kl_coef else (),
+            needs=lambda config: KL_COLUMNS if config.kl_coef else frozenset(),
+            check=order_check("rloo", first=True),
+        ),
         Component(
             name="gae",
             summary="Generalised advantage estimation from a critic's values",
             config=GaeConfig,
             build=_build_gae,
-            requires=("role/critic",),
-            needs=lambda config: frozenset({"old_values"}),
+            requires=lambda config: ("role/critic", *(("role/reference",) if config.kl_coef else ())),
+            needs=lambda config: frozenset({"old_values"}) | (KL_COLUMNS if config.kl_coef else frozenset()),
+            check=order_check("gae", first=True),
         ),
     ]
 }

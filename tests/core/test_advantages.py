@@ -1,12 +1,23 @@
 """Advantages and filters of the core. Every number is derived beside it; std has ddof=1, eps 1e-6."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from acme import CONFIG, run_of
+from hypothesis import given
+from hypothesis import strategies as st
 
+import miles_core
+from miles_core import AdvantageOutput
+from miles_core.advantages import discounted_sums
 from miles_core.batch import apply_advantages, prepare
 from miles_core.builtin import advantages, filters
-from miles_core.errors import ConfigError
+from miles_core.component import Environment
+from miles_core.errors import ConfigError, ContractError, RunFailed
 from miles_core.testing.samples import group_of, make_group, make_sample
+from miles_core.types import AdvantageInputs
+from miles_core.wiring import check_requirements, run_checks
 
 ADVANTAGES = {c.name: c for c in advantages.COMPONENTS["miles_advantages"]}
 FILTERS = {c.name: c for c in filters.COMPONENTS["miles_filters"]}
@@ -144,6 +155,206 @@ def test_E1_gae_of_an_empty_response():
         columns={"old_values": [np.zeros(3), np.zeros(4)]},
     )
     assert [row.tolist() for row in batch.columns["advantages"]] == [[0, 0, 0], [0, 0, 0, 1]]
+
+
+# --- Penalties per token ---------------------------------------------------------------------------------------------
+
+
+def kl_columns(*differences):
+    """old_logprobs and reference_logprobs of samples with a prompt of one token: old - reference is as given."""
+    rows = [np.array([7.0, *row]) for row in differences]  # what stands at the prompt must not matter
+    return {"old_logprobs": [row - 1 for row in rows], "reference_logprobs": [np.full(len(row), -1.0) for row in rows]}
+
+
+GAE_KL = [
+    # Rewards per token are -0.2 * 0.5 = -0.1 and 1 + 0.2 * 0.25 = 1.05; V = 0, gamma 1. lambda 1: -0.1 + 1.05 and 1.05.
+    (1.0, [0.95, 1.05]),
+    # lambda 0.5: -0.1 + 0.5 * 1.05 and 1.05.
+    (0.5, [0.425, 1.05]),
+]
+
+
+@pytest.mark.parametrize(("lam", "want"), GAE_KL)
+def test_gae_takes_the_penalty_of_every_token(lam, want):
+    group = group_of([make_sample(2, prompt_len=1, reward=1.0)])
+    columns = {"old_values": [np.zeros(3)], **kl_columns([0.5, -0.25])}
+    batch = run("gae", [group], columns=columns, lam=lam, kl_coef=0.2)
+    assert batch.columns["advantages"][0][1:].tolist() == pytest.approx(want)
+    assert batch.metrics["advantage/gae/kl"] == (0.25, 2.0, "mean")  # the sum of 0.5 and -0.25 over two tokens
+
+
+def test_rloo_takes_the_penalty_of_the_whole_answer():
+    # KL 0.5 + 0.25 - 0.25 = 0.5 and -0.5: rewards 1 - 0.2 * 0.5 = 0.9 and 0 + 0.1; each minus the other.
+    samples = [make_sample(3, prompt_len=1, reward=1.0), make_sample(2, prompt_len=1, index=1)]
+    batch = run("rloo", [group_of(samples)], columns=kl_columns([0.5, 0.25, -0.25], [-0.25, -0.25]), kl_coef=0.2)
+    assert per_sample(batch) == pytest.approx([0.8, -0.8])
+
+
+@pytest.mark.parametrize(("name", "role"), [("gae", "role/critic"), ("rloo", None)])
+def test_a_penalty_needs_the_reference_and_nothing_else_does(name, role):
+    component = ADVANTAGES[name]
+    plain, penalised = component.config(), component.config(kl_coef=0.1)
+    own = (role,) if role else ()
+    assert component.required(plain) == own
+    assert component.required(penalised) == (*own, "role/reference")
+    assert component.needed(penalised) - component.needed(plain) == {"old_logprobs", "reference_logprobs"}
+
+
+# --- Properties ------------------------------------------------------------------------------------------------------
+
+REWARDS = st.lists(st.integers(-8, 8).map(float), min_size=2, max_size=6)
+NUMBERS = st.integers(-50, 50).map(lambda n: n / 8)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+@given(REWARDS, st.integers(-5, 5), st.integers(1, 5))
+def test_shift_changes_nothing_and_scale_only_scales(name, rewards, shift, scale):
+    options = {"eps": 0.0} if name == "grpo" else {}
+    plain = per_sample(run(name, [make_group(rewards)], **options))
+    moved = per_sample(run(name, [make_group([shift + scale * r for r in rewards])], **options))
+    factor = 1 if name == "grpo" else scale  # a standard deviation takes the scale out
+    assert moved == pytest.approx([factor * a for a in plain], abs=1e-4)
+
+
+@given(st.lists(st.lists(NUMBERS, max_size=9), max_size=6), st.sampled_from([0.0, 0.3, 0.95, 1.0]))
+def test_discounted_sums_are_those_of_the_plain_loop(rows, discount):
+    want = []
+    for row in rows:
+        total, sums = 0.0, []
+        for x in reversed(row):
+            total = x + discount * total
+            sums.insert(0, total)
+        want.append(sums)
+    got = discounted_sums([np.array(row) for row in rows], discount)
+    assert len(got) == len(rows)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.tolist() == pytest.approx(theirs)
+
+
+@given(st.lists(NUMBERS, min_size=4, max_size=4), st.integers(1, 3), NUMBERS)
+def test_T3_gae_of_a_trajectory_does_not_depend_on_where_it_is_cut(values, cut, reward):
+    whole = [make_sample(4, prompt_len=1, reward=reward)]
+    parts = [
+        make_sample(cut, prompt_len=1, segment=0, reward=reward),
+        make_sample(4 - cut, prompt_len=1, segment=1, reward=reward),
+    ]
+    one = run("gae", [group_of(whole)], columns={"old_values": [np.array([0.0, *values])]})
+    rows = [np.array([0.0, *values[:cut]]), np.array([0.0, *values[cut:]])]
+    two = run("gae", [group_of(parts)], columns={"old_values": rows})
+    for name in ("advantages", "returns"):
+        joined = [x for row in two.columns[name] for x in row[1:].tolist()]
+        assert joined == one.columns[name][0][1:].tolist()
+
+
+# --- Chains, decorated functions, errors -----------------------------------------------------------------------------
+
+
+@miles_core.advantage("tempered", needs=["old_logprobs"])
+def tempered(inputs, *, power: float = 1.0):
+    """Advantages times the probability of each token.
+
+    power: exponent of the probability
+    """
+    pairs = zip(inputs.advantages, inputs.columns["old_logprobs"], strict=True)
+    return AdvantageOutput(advantages=[row * np.exp(power * old).astype(np.float32) for row, old in pairs])
+
+
+def chain(*names, groups=None, columns=None, **made):
+    """Runs a chain of built-in advantages, and of functions given by name in `made`."""
+    batch = prepare(groups or [make_group([0.0, 1.0])])
+    for key, rows in (columns or {}).items():
+        batch.put(key, rows, "test")
+    built = {n: ADVANTAGES[n].build(ADVANTAGES[n].config(), None) for n in names if n in ADVANTAGES}
+    apply_advantages(batch, [(name, (built | made)[name]) for name in names])
+    return batch
+
+
+def test_a_decorated_function_joins_a_chain():
+    # rloo gives -1 and 1; the probability of each token is exp(-2 * 0.5) = 0.36788 with power 0.5 and old_logprobs -2.
+    assert (tempered.needed(tempered.config()), tempered.summary) == (
+        frozenset({"old_logprobs"}),
+        "Advantages times the probability of each token.",
+    )
+    built = tempered.build(tempered.config(power=0.5), None)
+    batch = chain("rloo", "tempered", tempered=built, columns={"old_logprobs": [np.full(5, -2.0)] * 2})
+    assert per_sample(batch) == pytest.approx([-0.36788, 0.36788], abs=1e-5)
+
+
+def test_metrics_of_an_advantage_that_is_used_twice_are_kept_apart():
+    def halved(inputs):
+        rows = [row / 2 for row in inputs.advantages]
+        return AdvantageOutput(advantages=rows, metrics={"largest": (float(np.max(rows)), 1.0, "max")})
+
+    # rloo gives -1 and 1; then 0.5, then 0.25.
+    batch = chain("rloo", "halved", "halved", halved=halved)
+    assert batch.metrics["advantage/halved/largest"][0] == 0.5
+    assert batch.metrics["advantage/halved#2/largest"][0] == 0.25
+    assert batch.metrics["advantage/rloo/zero"] == (0.0, 2.0, "mean")
+
+
+def test_an_exception_names_the_advantage_and_its_place():
+    def broken(inputs):
+        raise KeyError("old_valves")
+
+    with pytest.raises(RunFailed, match=r"advantage/broken \(place 2 of rloo -> broken\) raised KeyError: 'old_valves'"):
+        chain("rloo", "broken", broken=broken)
+
+
+def test_F7_nan_of_an_advantage_names_it_its_place_and_the_sample():
+    def spoilt(inputs):
+        return AdvantageOutput(advantages=[row * np.nan for row in inputs.advantages])
+
+    with pytest.raises(
+        ContractError, match=r"advantage/spoilt \(place 2 of rloo -> spoilt\) .* nan for sample p@0/0 at token 3"
+    ):
+        chain("rloo", "spoilt", spoilt=spoilt)
+
+
+def test_a_missing_column_names_who_reads_it():
+    with pytest.raises(
+        ContractError, match=r'advantage "gae" reads the column "old_values", .* \(it has: rollout_logprobs\)'
+    ):
+        chain("gae")
+
+
+def test_F7_a_value_that_is_not_finite_names_reader_column_and_token():
+    sample = make_sample(2)
+    inputs = AdvantageInputs(
+        samples=[sample],
+        groups=[(0,)],
+        rewards=[1.0],
+        mask=[sample.loss_mask],
+        columns={"old_values": [np.array([np.nan, 0, 0, 0, np.inf])]},  # the NaN stands at the prompt
+    )
+    gae = ADVANTAGES["gae"].build(advantages.GaeConfig(), None)
+    with pytest.raises(ContractError, match='advantage "gae" was given old_values inf for sample p@0/0 at token 4'):
+        gae(inputs)
+    with pytest.raises(ContractError, match='advantage "gae" was given the reward nan of sample p@0/0'):
+        gae(replace(inputs, rewards=[float("nan")]))
+
+
+def test_F6_nothing_trainable_is_no_error():
+    group = group_of([make_sample(2, mask=[0, 0], reward=1.0), make_sample(2, mask=[0, 0], index=1)])
+    for name in ADVANTAGES:
+        batch = run(name, [group], columns={"old_values": [np.zeros(5)] * 2})
+        assert [row.tolist() for row in batch.columns["advantages"]] == [[0.0] * 5] * 2
+
+
+def test_gae_without_a_critic_is_refused_before_anything_starts(dists):
+    run = run_of(dists, CONFIG + '[[advantage]]\nuse = "gae"\n')
+    with pytest.raises(ConfigError) as caught:
+        check_requirements(run)
+    assert 'advantage "gae"' in str(caught.value) and "add a table [roles.critic]" in str(caught.value)
+
+
+def test_a_chain_in_the_wrong_order_is_refused_before_anything_starts(dists):
+    run = run_of(dists, CONFIG + '[[advantage]]\nuse = "grpo"\n[[advantage]]\nuse = "rloo"\n')
+    with pytest.raises(ConfigError, match=r'"rloo" stands in the chain grpo -> rloo, starts from rewards'):
+        run_checks(run, Environment(), kinds=("advantage",))
+
+
+def test_a_chain_in_order_is_not_refused(dists):
+    run_checks(run_of(dists, CONFIG + '[[advantage]]\nuse = "rloo"\n'), Environment(), kinds=("advantage",))
 
 
 # --- Filters ---------------------------------------------------------------------------------------------------------
