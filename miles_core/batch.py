@@ -232,6 +232,10 @@ def make_batches(
                 part.shared = pair_tuples(part.samples)
             denominator = _correct(batch, part, corrections)
             weigh(part, denominator, train.aggregation, length, scopes)
+            if "pair" in scopes:
+                trained = sum(bool(part.token_weights["pair"][members[0]].any()) for members in part.shared)
+                counts = {"trained": trained, "undecided": len(part.shared) - trained}
+                batch.add_metrics("pairs", {name: (float(n), 1.0, "sum") for name, n in counts.items()})
             batches.append(part)
     if "old_logprobs" in needs and "old_logprobs" not in batch.columns and batch.trainable:
         if len(batches) > 1:

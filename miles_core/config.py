@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core import __version__
+from miles_core.compatible import clashes
 from miles_core.discovery import BUILTIN, PluginInfo
 from miles_core.dump import MASK, mask_values, secret_values, write_toml
 from miles_core.errors import ConfigError, MilesError, PluginError
@@ -291,7 +292,7 @@ def check_values(run: ResolvedRun) -> list[str]:
             f"{where(('train', 'constant_length'))}: has a meaning only with train.aggregation = "
             f'"constant-length", and that is "{train.aggregation}"'
         )
-    problems += _duplicates(run)
+    problems += [*_duplicates(run), *clashes(run)]
     if problems:
         raise (
             ConfigError(problems[0])

@@ -110,11 +110,20 @@ def advantage(name: str, *, needs: Iterable[str] = (), summary: str = "", requir
 
 
 def loss(
-    name: str, *, needs: Iterable[str], scope: str = "policy", summary: str = "", requires: Requires = ()
+    name: str,
+    *,
+    needs: Iterable[str],
+    scope: str = "policy",
+    ratio: str = "token",
+    zero_advantage: str | None = None,
+    summary: str = "",
+    requires: Requires = (),
 ) -> Decorator:
     """`f(x: LossInputs, *, ...) -> LossOutput`, inside trainer ranks. `needs`: what it may ask of `x.get`; `scope`: which
-    token weights apply."""
-    return _decorator("loss", name, _as_is, ARGUMENTS["loss"], summary, (), requires, needs, {"scope": scope})
+    token weights apply; `ratio`: "sequence" when it weighs whole sequences by their probability; `zero_advantage`:
+    "no-gradient" when a token without advantage has no gradient."""
+    traits = {"scope": scope, "ratio": ratio} | ({"zero_advantage": zero_advantage} if zero_advantage else {})
+    return _decorator("loss", name, _as_is, ARGUMENTS["loss"], summary, (), requires, needs, traits)
 
 
 def metric(name: str, *, summary: str = "") -> Decorator:

@@ -126,7 +126,8 @@ def miles_corrections() -> Iterable[Component[Any]]:
 @hookspec
 def miles_losses() -> Iterable[Component[Any]]:
     """Per-token losses. The trait `scope` names the token weights that apply ("policy", "value", "pair"); the trait
-    `zero_advantage = "no-gradient"` promises that a token without advantage has no gradient, so that it may be left out.
+    `zero_advantage = "no-gradient"` promises that a token without advantage has no gradient, so that it may be left out;
+    `ratio = "sequence"` says that it weighs whole sequences by their probability, which top-p and top-k sampling rule out.
 
     Runs in: every trainer rank. Called: once per process. Returns: components that build a `Loss`. Since: 0.1.
     """

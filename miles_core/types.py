@@ -306,8 +306,9 @@ class LossInputs:
     """One microbatch inside a trainer rank. Arrays are 1-D over its N tokens, of the trainer's own array library.
 
     `get(name)` returns fp32 [N] (or [N, K]) for a name that the loss's `needs` listed: "logprobs" (differentiable),
-    "entropy", "logsumexp", "topk:K", "values", any column of the batch ("old_logprobs", "rollout_logprobs",
-    "reference_logprobs", "returns", ...) or a field. `seq` reduces over sequences and is differentiable, also when a
+    "entropy", "logsumexp", "topk:K", "values", "reverse_kl:teacher" and "forward_kl:teacher" (with ":K" over a top-k), any
+    column of the batch ("old_logprobs", "rollout_logprobs", "reference_logprobs", "returns", "pair_ids", "pair_sign", ...)
+    or a field. `seq` reduces over sequences and is differentiable, also when a
     sequence is spread over context-parallel ranks.
     """
 

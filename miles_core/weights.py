@@ -12,6 +12,7 @@ import numpy as np
 
 from miles_core.errors import ContractError
 from miles_core.types import Sample, TrainBatch
+from miles_core.votes import trajectory_rewards
 
 Rows = list[np.ndarray]
 """One array per sample."""
@@ -57,10 +58,22 @@ def weigh(part: TrainBatch, denominator: Rows, aggregation: str, length: int, sc
             weights = [w * m for w, m in zip(weights, part.mask, strict=True)]
         part.token_weights.update({scope: weights for scope in scopes if scope != "pair"})
     if "pair" in scopes:
-        pair_of = {i: ("pair", n) for n, members in enumerate(part.shared) for i in members}
-        ids = [pair_of.get(i, i) for i in range(len(part.samples))]
-        masks = [m if i in pair_of else np.zeros_like(m) for i, m in enumerate(part.mask)]
-        part.token_weights["pair"] = token_weights(masks, ids, "sequence-mean-token-mean")
+        _weigh_pairs(part, alone=set(scopes) == {"pair"})
+
+
+def _weigh_pairs(part: TrainBatch, alone: bool) -> None:
+    """Token weights of scope "pair", and the columns by which a loss finds the two sides of each pair: "pair_ids" (1, 2,
+    ...; 0 without a decided pair) and "pair_sign" (+1 chosen, -1 rejected, 0). When no other scope is trained (`alone`),
+    samples without a decided pair leave the mask: nothing is computed for them, and no step is taken for them alone."""
+    sides = pair_sides(part.samples, part.shared, part.mask)
+    numbers = {i: n for n, members in enumerate(part.shared, 1) for i in members if sides[i]}
+    masks = [m if side else np.zeros_like(m) for m, side in zip(part.mask, sides, strict=True)]
+    part.columns["pair_ids"] = [m * np.float32(numbers.get(i, 0)) for i, m in enumerate(masks)]
+    part.columns["pair_sign"] = [m * np.float32(side) for m, side in zip(masks, sides, strict=True)]
+    ids = [("pair", numbers[i]) if i in numbers else i for i in range(len(masks))]
+    part.token_weights["pair"] = token_weights(masks, ids, "sequence-mean-token-mean")
+    if alone:
+        part.mask = masks
 
 
 def pair_tuples(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
@@ -72,3 +85,39 @@ def pair_tuples(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
     if samples and not pairs:
         raise ContractError('a loss has scope "pair", but no sample says in metadata["pair"] which pair it belongs to')
     return [tuple(members) for members in pairs.values()]
+
+
+def pair_sides(samples: Sequence[Sample], shared: Sequence[tuple[int, ...]], masks: Sequence[np.ndarray]) -> list[int]:
+    """Per sample +1 (chosen), -1 (rejected), or 0: in no pair, or in one that is not decided.
+
+    `metadata["chosen"]` decides where a sample of the pair has it; else the higher reward is chosen. A pair is undecided
+    when the rewards are equal or missing, or when one side has nothing to train. Raises ContractError when a pair has
+    not exactly two trajectories, or `metadata["chosen"]` does not mark exactly one of them.
+    """
+    rewards = trajectory_rewards(samples)
+    sides = [0] * len(samples)
+    for members in shared:
+        answers = list(dict.fromkeys(samples[i].trajectory_id for i in members))
+        name = f"pair {samples[members[0]].metadata.get('pair')!r} of group {samples[members[0]].group_id}"
+        if len(answers) != 2:
+            raise ContractError(f"{name} has {len(answers)} answers ({', '.join(answers)}), not two")
+        marks = {samples[i].trajectory_id: samples[i].metadata.get("chosen") for i in members}
+        if any(mark is not None for mark in marks.values()):
+            if sorted(map(bool, marks.values())) != [False, True]:
+                raise ContractError(f'{name}: metadata["chosen"] is {list(marks.values())}; exactly one is to be true')
+            better = next(t for t, mark in marks.items() if mark)
+        else:
+            better = _better(answers, {samples[i].trajectory_id: rewards[i] for i in members})
+        alive = {samples[i].trajectory_id for i in members if masks[i].any()}
+        if better is not None and len(alive) == 2:
+            for i in members:
+                sides[i] = 1 if samples[i].trajectory_id == better else -1
+    return sides
+
+
+def _better(answers: Sequence[str], rewards: dict[str, float | None]) -> str | None:
+    """The one of two trajectories with the higher reward, or None."""
+    first, second = (rewards[answer] for answer in answers)
+    if first is None or second is None or first == second:
+        return None
+    return answers[0] if first > second else answers[1]

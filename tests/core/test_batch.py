@@ -230,8 +230,8 @@ def test_old_logprobs_from_the_rollout_are_the_engines():
 
 def test_pairs_share_a_microbatch_and_weigh_as_one_sequence():
     # Pair "x": 1 + 3 tokens, pair "y": 2 + 2, and one sample without a pair: 1 / (2 * 4) everywhere in a pair.
-    samples = [make_sample(n, index=i, metadata={"pair": pair}) for i, (n, pair) in enumerate([(1, "x"), (2, "y")])]
-    samples += [make_sample(n, index=i + 2, metadata={"pair": pair}) for i, (n, pair) in enumerate([(3, "x"), (2, "y")])]
+    pairs = [(1, "x", 1.0), (2, "y", 0.0), (3, "x", 0.0), (2, "y", 1.0)]
+    samples = [make_sample(n, index=i, metadata={"pair": pair}, reward=r) for i, (n, pair, r) in enumerate(pairs)]
     samples.append(make_sample(5, index=4))
     (batch,) = batches_of([group_of(samples)], scopes=("policy", "pair"))
     assert batch.shared == [(0, 2), (1, 3)]

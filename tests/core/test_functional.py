@@ -117,6 +117,9 @@ def test_the_other_kinds_are_called_as_their_interfaces_say():
 def test_needs_and_traits_are_known_before_anything_is_built():
     loss = miles_core.loss("l", needs=["logprobs", "old_logprobs"], scope="pair")(lambda x: x)
     assert loss.needed(loss.config()) == {"logprobs", "old_logprobs"} and loss.traits["scope"] == "pair"
+    assert loss.traits["ratio"] == "token" and "zero_advantage" not in loss.traits
+    more = miles_core.loss("m", needs=["logprobs"], ratio="sequence", zero_advantage="no-gradient")(lambda x: x)
+    assert more.traits == {"scope": "policy", "ratio": "sequence", "zero_advantage": "no-gradient"}
     correction = miles_core.correction("c", denominator="shrink", needs=["old_logprobs"])(lambda inputs: inputs)
     assert correction.needed(None) == {"old_logprobs"} and correction.traits["denominator"] == "shrink"
     assert miles_core.correction("c")(lambda inputs: inputs).traits["denominator"] == "keep"

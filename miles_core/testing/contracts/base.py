@@ -26,12 +26,17 @@ T = TypeVar("T")
 HEAVY = ("torch", "ray", "transformers", "sglang", "vllm", "megatron", "jax")
 """What a plugin's entry module must do without: it is imported to list components and to validate options."""
 TRAITS: dict[str, dict[str, Any]] = {
-    "correction": {"denominator": ("keep", "shrink")},
+    "correction": {"denominator": ("keep", "shrink"), "ratio": ("token", "sequence")},
     "engine": {"gpus": float, "uses": frozenset},
-    "loss": {"scope": ("policy", "value", "pair"), "zero_advantage": ("no-gradient",)},
+    "loss": {
+        "scope": ("policy", "value", "pair"),
+        "zero_advantage": ("no-gradient",),
+        "ratio": ("token", "sequence"),
+    },
     "model": {"architectures": tuple},
     "reward": {"inline": bool},
-    "trainer": {"gpus": float, "uses": frozenset},
+    "rollout": {"logprobs": ("none",)},
+    "trainer": {"gpus": float, "outputs": frozenset, "uses": frozenset},
 }
 """What the core reads, by kind; a trait may also be a function of the options."""
 _PROGRAM = """

@@ -16,9 +16,13 @@ from miles_core.testing.toy_arrays import ToyArray
 from miles_core.types import LossInputs, LossOutput
 
 DIFFERENTIABLE = ("logprobs", "entropy", "logsumexp", "values")
+DIVERGENCES = ("reverse_kl:", "forward_kl:")
+"""Beginnings of differentiable names: divergences from the whole distribution of another role."""
 JUNK = (float("nan"), float("inf"), -float("inf"), -1e30)
-LENGTHS = (4, 3, 5)
-"""Tokens of each sequence."""
+LENGTHS = (4, 3, 5, 4)
+"""Tokens of each sequence. For losses of scope "pair" the first two are a pair, and so are the last two."""
+FIRST_PART = 2
+"""Sequences of the first of two microbatches."""
 
 
 @dataclass(slots=True)
@@ -56,19 +60,22 @@ class LossContract(ComponentContract):
     # --- Inputs ---
 
     def microbatch(self, seed: int = 0, gap: float = 0.3) -> Microbatch:
-        """Three sequences; every column random, old and reference log-probabilities `gap` nats around the current ones."""
+        """Four sequences; every column random, old and reference log-probabilities `gap` nats around the current ones."""
         rng = np.random.default_rng(seed)
         num = sum(LENGTHS)
         columns = {name: rng.normal(size=num) for name in self.component.needed(self.config) if not is_topk(name)}
         logprobs = -np.abs(rng.normal(size=num)) - 0.1
         for name in [n for n in columns if n.endswith("logprobs")]:
             columns[name] = logprobs + gap * rng.choice([-1.0, 1.0], size=num) * (name != "logprobs")
-        for name in {"entropy", "logsumexp"} & set(columns):
+        for name in [n for n in columns if n in ("entropy", "logsumexp") or n.startswith(DIVERGENCES)]:
             columns[name] = np.abs(columns[name])
         mask = np.ones(num, dtype=bool)
-        mask[[0, 1, 4, 7, 9]] = False
-        advantages = np.repeat([1.0, -0.5, 2.0], LENGTHS)
-        seq_ids = np.repeat(np.arange(3), LENGTHS)
+        mask[[0, 1, 4, 7, 9, 12]] = False
+        pairs = {"pair_ids": [1, 1, 2, 2], "pair_sign": [1, -1, -1, 1]}
+        for name in pairs.keys() & columns.keys():
+            columns[name] = np.repeat(np.array(pairs[name], dtype=np.float64), LENGTHS) * mask
+        advantages = np.repeat([1.0, -0.5, 2.0, 0.0], LENGTHS)
+        seq_ids = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
         return Microbatch(columns, mask, seq_ids, advantages, np.ones(num), mask / mask.sum())
 
     def result(self, folder: Path, batch: Microbatch) -> Result:
@@ -113,7 +120,7 @@ class LossContract(ComponentContract):
         """The weighted sum over all tokens and its gradient are the same when the sequences are split into two."""
         batch = self.microbatch()
         whole = self.result(tmp_path, batch)
-        first = batch.seq_ids < 1
+        first = batch.seq_ids < FIRST_PART
         parts = [self.result(tmp_path, batch.part(chosen)) for chosen in (first, ~first)]
         total = sum((batch.weights[c] * p.value).sum() for c, p in zip((first, ~first), parts, strict=True))
         np.testing.assert_allclose(total, (batch.weights * whole.value).sum(), rtol=1e-5)
@@ -156,7 +163,7 @@ class LossContract(ComponentContract):
     def test_metrics_can_be_merged(self, tmp_path: Path) -> None:
         """A metric is (sum, count, reduce), detached and finite; those of two microbatches add up to that of both."""
         batch = self.microbatch()
-        whole, first = metrics_of(self.result(tmp_path, batch).output), batch.seq_ids < 1
+        whole, first = metrics_of(self.result(tmp_path, batch).output), batch.seq_ids < FIRST_PART
         parts = [metrics_of(self.result(tmp_path, batch.part(chosen)).output) for chosen in (first, ~first)]
         for name, (total, count, reduce) in whole.items():
             assert reduce in ("mean", "sum", "max", "min") and np.isfinite(total), f"metric {name}: {total}, {reduce}"
@@ -196,7 +203,7 @@ def on_torch(loss: Any, batch: Microbatch, asked: set[str]) -> Result:
 
     torch = import_module("torch")  # by name: nothing in the core imports it
     tensors = {name: torch.tensor(values, dtype=torch.float32) for name, values in batch.columns.items()}
-    leaves = {name: tensors[name].requires_grad_() for name in DIFFERENTIABLE if name in tensors}
+    leaves = {n: t.requires_grad_() for n, t in tensors.items() if n in DIFFERENTIABLE or n.startswith(DIVERGENCES)}
 
     def get(name: str) -> Any:
         asked.add(name)
