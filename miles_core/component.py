@@ -110,6 +110,8 @@ class BuildContext:
     device: str = "auto"
     needs: frozenset[str] = frozenset()
     """Union of the columns that the selected advantages, corrections and losses read."""
+    loss_needs: frozenset[str] | None = None
+    """Those that losses read alone: what a trainer computes in its training pass. None: not told apart."""
     fields: Mapping[str, FieldSpec] = field(default_factory=dict)
     """Declared side channels by name: a trainer rank packs by these what a loss asks of `LossInputs.get`."""
     select: Callable[[str], Sequence[Any]] | None = None

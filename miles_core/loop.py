@@ -14,11 +14,12 @@ import numpy as np
 
 from miles_core import batch as batching
 from miles_core import checkpoint
-from miles_core.component import metric_value
+from miles_core.component import merge_metric, metric_value
 from miles_core.errors import DataError, Interrupted
 from miles_core.evaluate import evaluate
 from miles_core.session import Session
-from miles_core.types import SampleGroup, StepReport, TrainBatch
+from miles_core.stats import value_metrics
+from miles_core.types import Metric, SampleGroup, StepReport, TrainBatch
 
 MODEL_FOLDER = "model"
 """Where in the run folder the final policy is written."""
@@ -47,6 +48,8 @@ class Loop:
         self.optimizer_steps = 0
         self.skipped_steps = 0
         self.rollout_seconds = 0.0
+        self.log_seconds = 0.0
+        """What the last step took to hand its numbers to trackers and view; counted with the next step's."""
         self.ended = False
         self.evaluations: list[tuple[str, int, Mapping[str, float]]] = []
 
@@ -58,7 +61,7 @@ class Loop:
             await self.evaluate_due(first=True)
         while self.step < self.config.steps:
             groups = await self._or_stop(self._next_groups())
-            if not groups:
+            if not groups and self.session.buffer.data_ended:
                 break
             await self.train_step(groups)
             await self.evaluate_due()
@@ -71,6 +74,7 @@ class Loop:
         holds the weights of the last push."""
         session = self.session
         session.host.observe("miles_before_rollout", step=self.step + 1, version=self.version)
+        session.feed.settle()
         began = time.perf_counter()
         pushed = self.step % self.config.rollout.update_every == 0
         async with session.pool.repairing() if pushed else nullcontext():
@@ -106,6 +110,7 @@ class Loop:
             old_logprobs=self.config.train.old_logprobs,
             fields=session.fields,
         )
+        clock.lap("prepare")
         await self._forward_columns(batch, step)
         clock.lap("forward")
         batching.apply_advantages(batch, session.advantages)
@@ -125,6 +130,7 @@ class Loop:
         session.host.observe("miles_batch_ready", step=step, batch=batch)
         clock.lap("prepare")
         reports = [await self._optimize(step, minibatch) for minibatch in batches]
+        self.skipped_steps += not batches  # all groups were dropped, which `rollout.on_exhausted = "train"` allows
         clock.lap("train")
         self.step = step
         if step % self.config.rollout.update_every == 0 or step == self.config.steps:
@@ -139,10 +145,11 @@ class Loop:
         if not wanted or not any(m.any() for m in batch.mask):
             return
         whole = TrainBatch(samples=batch.samples, mask=batch.mask, step=step, version=self.version)
-        for role, column, output in wanted:
+        for role, columns in wanted.items():
             session.view.phase(f"forward {role}")
-            rows = await session.trainer.forward(whole, role, frozenset({output}))
-            batch.put(column, rows[output], f"trainer forward of {role}")
+            rows = await session.trainer.forward(whole, role, frozenset(columns.values()))
+            for column, output in columns.items():
+                batch.put(column, rows[output], f"trainer forward of {role}")
 
     async def _optimize(self, step: int, minibatch: TrainBatch) -> StepReport:
         if reason := batching.skip_reason(minibatch):
@@ -151,12 +158,14 @@ class Loop:
             return StepReport(step=step, loss=0.0, grad_norm=0.0, lr=0.0, skipped=reason)
         self.session.view.phase("train")
         self.session.host.observe("miles_before_step", step=step, batch=minibatch)
-        report = await self.session.trainer.step(minibatch)
-        self.optimizer_steps += report.skipped is None
-        if "critic" in self.config.roles:
-            critic = await self.session.trainer.step(minibatch, "critic")
-            report.metrics |= {f"critic/{name}": metric for name, metric in critic.metrics.items()}
-            report.metrics["critic/loss"] = (critic.loss, 1.0, "mean")
+        critic = self.config.roles.get("critic")
+        alone = critic is not None and step <= critic.warmup_steps
+        report = StepReport(step=step, loss=0.0, grad_norm=0.0, lr=0.0, skipped="critic-warmup")
+        if not alone:
+            report = await self.session.trainer.step(minibatch)
+            self.optimizer_steps += report.skipped is None
+        if critic is not None and (alone or not critic.shared):
+            add_critic(report, await self.session.trainer.step(minibatch, "critic"))
         return report
 
     async def _push(self) -> None:
@@ -183,9 +192,10 @@ class Loop:
         session = self.session
         metrics = batching.rollout_metrics(groups)
         metrics |= session.buffer.metrics() | session.scorer.metrics()
-        metrics |= _train_metrics(batches, reports)
+        metrics |= _train_metrics(batches, reports) | value_metrics(batch.columns, batch.mask)
         metrics |= {name: value for name, m in batch.metrics.items() if (value := metric_value(m)) is not None}
         metrics |= session.custom_metrics(groups, batches, list(reports))
+        clock.lap("report", self.log_seconds)
         metrics |= clock.metrics(self.rollout_seconds)
         metrics["step/samples_per_s"] = len(batch.samples) / max(metrics["step/seconds"], 1e-9)
         metrics["run/version"] = float(self.version)
@@ -195,7 +205,9 @@ class Loop:
             metrics["rollout/tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / metrics["time/rollout"]
         if metrics.get("time/train"):
             metrics["train/tokens_per_s"] = metrics.get("train/tokens", 0.0) / metrics["time/train"]
+        began = time.perf_counter()
         session.log(self.step, metrics, groups)
+        self.log_seconds = time.perf_counter() - began
 
     async def evaluate_due(self, first: bool = False) -> None:
         last = self.ended or self.step == self.config.steps
@@ -285,9 +297,10 @@ class Clock:
         self._last = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
-    def lap(self, name: str) -> None:
+    def lap(self, name: str, more: float = 0.0) -> None:
+        """Adds the time since the last lap, and `more`, to a phase."""
         now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last + more
         self._last = now
 
     def metrics(self, rollout_seconds: float) -> dict[str, float]:
@@ -297,12 +310,41 @@ class Clock:
         return rows
 
 
+def add_critic(report: StepReport, critic: StepReport) -> None:
+    """Adds the numbers of the critic's own step to those of the policy's: "critic/..." and the time it took."""
+    report.metrics |= {n if n.startswith("critic/") else f"critic/{n}": metric for n, metric in critic.metrics.items()}
+    if critic.skipped is None:
+        for name in ("grad_norm", "lr"):
+            report.metrics[f"critic/{name}"] = (getattr(critic, name), 1.0, "mean")
+        report.metrics["critic/loss"] = (critic.loss, 1.0, "mean")
+    for name, value in critic.seconds.items():
+        report.seconds[name] = report.seconds.get(name, 0.0) + value
+    report.peak_bytes = max(report.peak_bytes, critic.peak_bytes)
+
+
+def _over_steps(reports: Sequence[StepReport]) -> dict[str, float]:
+    """The metrics of several optimizer steps as one: means over everything counted, extrema, and of sums the mean per
+    step."""
+    merged: dict[str, Metric] = {}
+    steps: dict[str, int] = {}
+    for report in reports:
+        for name, metric in report.metrics.items():
+            merged[name] = merge_metric(merged.get(name), metric)
+            steps[name] = steps.get(name, 0) + 1
+    values = {name: metric_value(m) for name, m in merged.items()}
+    return {n: v / (steps[n] if merged[n][2] == "sum" else 1) for n, v in values.items() if v is not None}
+
+
 def _train_metrics(batches: Sequence[TrainBatch], reports: Sequence[StepReport]) -> dict[str, float]:
     """Means over the optimizer steps of one training step, and the gap between engine and trainer before the first."""
+    rows = _over_steps(reports)
+    for report in reports:
+        for name, value in report.seconds.items():
+            rows[f"time/train_{name}"] = rows.get(f"time/train_{name}", 0.0) + value
     done = [r for r in reports if r.skipped is None]
     if not done:
-        return {}
-    rows = {
+        return rows
+    rows |= {
         "train/loss": float(np.mean([r.loss for r in done])),
         "train/grad_norm": float(np.mean([r.grad_norm for r in done])),
         "train/lr": done[-1].lr,
@@ -311,10 +353,7 @@ def _train_metrics(batches: Sequence[TrainBatch], reports: Sequence[StepReport])
         "train/peak_gbytes": max(r.peak_bytes for r in done) / 1e9,
     }
     for report in done:
-        for name, value in report.seconds.items():
-            rows[f"time/train_{name}"] = rows.get(f"time/train_{name}", 0.0) + value
         rows |= {f"auxiliary/{name}": value for name, value in report.auxiliary.items()}
-        rows |= {name: value for name, m in report.metrics.items() if (value := metric_value(m)) is not None}
     first = reports[0]
     if first.skipped is None and "logprobs" in first.columns:
         samples = batches[0].samples

@@ -24,6 +24,7 @@ from miles_core.launch import launch_engines, launch_trainer, role_specs
 from miles_core.observers import TrackerHost
 from miles_core.probes import Probes
 from miles_core.prompts import PromptFeed
+from miles_core.roles import FORWARD_COLUMNS, divergence
 from miles_core.scoring import Scorer
 from miles_core.settings import EvalTable, SamplingTable, TrainTable
 from miles_core.types import (
@@ -38,14 +39,6 @@ from miles_core.types import (
 )
 from miles_core.view import RunView
 from miles_core.wiring import Wiring, run_checks
-
-FORWARD_COLUMNS = {
-    "old_logprobs": ("policy", "logprobs"),
-    "reference_logprobs": ("reference", "logprobs"),
-    "teacher_logprobs": ("teacher", "logprobs"),
-    "old_values": ("critic", "values"),
-}
-"""Columns that cost a forward pass: name -> (role, output)."""
 
 
 class Session:
@@ -221,6 +214,7 @@ class Session:
             max_rounds=rollout.max_rounds,
             on_exhausted=rollout.on_exhausted,
             on_group=lambda group, verdict: self.feed.remember(group),
+            note=self.view.note,
         )
 
     # --- Groups ------------------------------------------------------------------------------------------------------
@@ -294,12 +288,21 @@ class Session:
         if kind in ("dead", "replaced", "dirty"):
             self.view.note(f"{engine} is {kind}: {reason}", "warning")
 
-    def forward_roles(self, train: TrainTable) -> list[tuple[str, str, str]]:
-        """(role, column, output) of each forward pass that a step takes before it trains."""
+    def forward_roles(self, train: TrainTable) -> dict[str, dict[str, str]]:
+        """Of each forward pass that a step takes before it trains: role -> {column: output}. A shared critic's values come
+        from the policy's pass; divergences that an advantage or correction reads are computed in it too."""
         wanted = (self.loss_needs | self.driver_needs) & FORWARD_COLUMNS.keys()
         if not needs_old_forward(train, loss_needs=self.loss_needs, driver_needs=self.driver_needs):
             wanted -= {"old_logprobs"}
-        return [(FORWARD_COLUMNS[c][0], c, FORWARD_COLUMNS[c][1]) for c in sorted(wanted)]
+        passes: dict[str, dict[str, str]] = {}
+        critic = self.config.roles.get("critic")
+        for column in sorted(wanted):
+            role, output = FORWARD_COLUMNS[column]
+            passes.setdefault("policy" if role == "critic" and critic and critic.shared else role, {})[column] = output
+        for name in sorted(self.driver_needs):
+            if divergence(name):
+                passes.setdefault("policy", {})[name] = name
+        return passes
 
     async def save_model(self, folder: Path) -> None:
         """The policy as a Hugging Face folder with its tokenizer, complete or absent."""
@@ -335,6 +338,8 @@ class Session:
 
     def finish(self, reason: str, result: Any, seconds: float) -> None:
         summary: dict[str, Any] = {"run_dir": str(self.run_dir), "seconds": seconds}
+        if self.buffer is not None:
+            summary |= {"dropped": self.buffer.drops.rows(), "started": self.buffer.counts["started"]}
         if result is not None:
             summary |= {"steps": result.step, "model_dir": str(result.model_dir or "")}
         self.view.ended(reason, summary)
@@ -381,6 +386,7 @@ class Session:
         named = [("filter", self.filters), ("advantage", self.advantages), ("metric", self.custom)]
         pairs = [(f"{kind}/{name}", built) for kind, rows in named for name, built in rows]
         pairs += [(f"rollout/{self.run.one('rollout').name}", self.rollout)]
+        pairs += [(f"sampler/{s.name}", self.feed.sampler) for s in self.run.all("sampler")]
         pairs += [(f"correction/{name}", built) for name, built, _ in self.corrections]
         return {key: built for key, built in pairs if hasattr(built, "state") and hasattr(built, "restore")}
 

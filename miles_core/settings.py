@@ -267,6 +267,11 @@ class RoleTable(ComponentConfig):
     """Model of the role; the policy's initial weights when empty."""
     use: Literal["trainer"] = "trainer"
     """Who holds it: the trainer."""
+    shared: bool = False
+    """Critic only: no second model, but a value head on the policy's own trunk, trained in the policy's step by the losses
+    of scope "value" beside the others."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Critic only: training steps at the start that train the critic alone. A shared critic then trains its head alone."""
 
 
 class EvalTable(ComponentConfig):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -83,3 +83,19 @@ def logprob_gap(
         "kl_k3": float(np.mean(np.expm1(clamped) - clamped)),
         "clamped": float(np.count_nonzero(size > MAX_LOG_RATIO)),
     }
+
+
+def value_metrics(columns: Mapping[str, Sequence[np.ndarray]], masks: Sequence[np.ndarray]) -> dict[str, float]:
+    """How well a critic's values foretold the returns, over the trainable tokens of a step: means of both, and the
+    explained variance 1 - Var(returns - values) / Var(returns), which is 1 for a perfect critic and 0 for a constant one;
+    it is absent where all returns are equal. Empty without the columns "old_values" and "returns"."""
+    if "old_values" not in columns or "returns" not in columns or not any(m.any() for m in masks):
+        return {}
+    values, returns = (
+        np.concatenate([np.asarray(row, dtype=np.float64)[m] for row, m in zip(columns[name], masks, strict=True)])
+        for name in ("old_values", "returns")
+    )
+    found = {"critic/value_mean": float(values.mean()), "critic/return_mean": float(returns.mean())}
+    if not all_equal(returns):
+        found["critic/explained_variance"] = float(1 - np.var(returns - values) / np.var(returns))
+    return found

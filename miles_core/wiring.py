@@ -17,6 +17,7 @@ from miles_core.config import ResolvedRun
 from miles_core.errors import ConfigError, MilesError, PluginError, RunFailed, RuntimeMissing
 from miles_core.registry import a
 from miles_core.resolve import Selection, label
+from miles_core.roles import check_roles
 
 NEEDING_KINDS = ("advantage", "correction", "loss")
 """Kinds whose `needs` name columns that the loop has to compute."""
@@ -27,7 +28,7 @@ NEEDING_KINDS = ("advantage", "correction", "loss")
 
 def check_requirements(run: ResolvedRun) -> None:
     """Raises one ConfigError with every capability that a selected component requires and none provides: who needs it,
-    and which installed components or tables would provide it."""
+    and which installed components or tables would provide it; then what `check_roles` finds."""
     provided = provided_by(run)
     _check_used(run)
     missing = [
@@ -37,6 +38,7 @@ def check_requirements(run: ResolvedRun) -> None:
         if not _satisfied(item, provided)
     ]
     if not missing:
+        check_roles(run)
         return
     lines = []
     for selection, item in missing:
@@ -277,7 +279,10 @@ class Wiring:
     @property
     def needs(self) -> frozenset[str]:
         """Union of the columns that the selected advantages, corrections and losses read."""
-        chosen = [s for kind in NEEDING_KINDS for s in self.run.all(kind)]
+        return self._needs_of(NEEDING_KINDS)
+
+    def _needs_of(self, kinds: Iterable[str]) -> frozenset[str]:
+        chosen = [s for kind in kinds for s in self.run.all(kind)]
         return frozenset().union(*(_call(s, "needs", s.component.needed) for s in chosen))
 
     @property
@@ -294,6 +299,7 @@ class Wiring:
             tokenizer=None if selection.kind == "tokenizer" else _Later(lambda: self.tokenizer),
             secrets=Secrets(selection),
             needs=self.needs,
+            loss_needs=self._needs_of(("loss",)),
             fields=self.run.host.fields,
             select=self.build_all,
             **self._place,

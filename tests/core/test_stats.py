@@ -7,6 +7,7 @@ import pytest
 
 from miles_core.batch import logprob_gap, rollout_metrics
 from miles_core.errors import ContractError
+from miles_core.stats import value_metrics
 from miles_core.testing.samples import group_of, make_group, make_sample
 from miles_core.types import Score
 
@@ -60,3 +61,26 @@ def test_F7_a_nan_gap_is_an_error_and_an_empty_one_absent():
     with pytest.raises(ContractError, match="1 of 1 log-probabilities are not finite"):
         logprob_gap([np.zeros(2)], [np.array([0, np.nan])], [mask])
     assert logprob_gap([np.zeros(2)], [np.array([np.nan, 0])], [np.zeros(2, bool)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "returns", "explained"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 1.0),
+        ([0.5, 0.5], [1.0, 2.0], 0.0),  # a constant explains nothing
+        ([1.0, 1.5], [1.0, 2.0], 0.75),  # errors 0 and 1/2: Var 1/16, and Var(returns) 1/4
+        ([0.0, 1.0], [3.0, 3.0], None),  # nothing to explain
+    ],
+)
+def test_explained_variance_of_a_critic(values, returns, explained):
+    mask = [np.array([False, True, True])]
+    columns = {"old_values": [np.array([np.nan, *values])], "returns": [np.array([np.inf, *returns])]}
+    found = value_metrics(columns, mask)
+    assert found.get("critic/explained_variance") == (None if explained is None else pytest.approx(explained))
+    assert found["critic/value_mean"] == pytest.approx(np.mean(values))
+
+
+def test_value_metrics_are_absent_without_a_critic_or_anything_trainable():
+    rows = [np.zeros(2)]
+    assert value_metrics({"old_values": rows}, [np.array([False, True])]) == {}
+    assert value_metrics({"old_values": rows, "returns": rows}, [np.zeros(2, bool)]) == {}

@@ -43,7 +43,7 @@ BUILD = "build=lambda config, context: context"
         ('("engine/plain", "kind/reward")', "", None),  # selecting provides both
         ('("weights/direct",)', "", None),  # declared by engine/plain
         ('("role/policy",)', "", None),
-        ('("role/critic",)', "[roles.critic]\n", None),
+        ('("role/reference",)', "[roles.reference]\n", None),
         ('("role/critic",)', "", "role/critic"),
         ('(("engine/fast", "weights/direct"),)', "", None),  # one of two
         ('(("engine/fast", "role/critic"),)', "", "engine/fast or role/critic"),

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from miles_core import BuildContext, Component, ComponentConfig, Environment, hookimpl
 from miles_core.errors import ConfigError, RuntimeMissing
+
+OUTPUTS = ("logprobs", "entropy", "logsumexp", "topk", "values", "reverse_kl", "forward_kl")
+"""What its models compute for a loss, by the first part of the name."""
 
 
 class FsdpConfig(ComponentConfig):
@@ -23,7 +27,7 @@ class FsdpConfig(ComponentConfig):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     critic_lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate of the critic; lr when absent."""
+    """Peak learning rate of the critic, or of the value head of a shared one; lr when absent."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of Adam's two moments."""
     eps: float = Field(default=1e-8, gt=0)
@@ -72,21 +76,24 @@ def _check(config: FsdpConfig, env: Environment) -> None:
         raise ConfigError(f"{env.where or 'trainer.fsdp'}.betas: {list(config.betas)} must lie in [0, 1)")
     if env.model_path is not None:
         check_model_folder(env.model_path)
+    for role, table in (env.run_config.roles if env.run_config is not None else {}).items():
+        if table.path:
+            check_model_folder(Path(table.path).expanduser(), f"roles.{role}.path")
 
 
-def check_model_folder(path: Any) -> None:
-    """Raises ConfigError unless `path` is a folder whose config.json names an architecture."""
+def check_model_folder(path: Any, where: str = "model.path") -> None:
+    """Raises ConfigError that starts with `where` unless `path` is a folder whose config.json names an architecture."""
     if not path.is_dir():
-        raise ConfigError(f"model.path: no folder {path}", "give a Hugging Face folder, or <source>:<reference>")
+        raise ConfigError(f"{where}: no folder {path}", "give a Hugging Face folder, or <source>:<reference>")
     file = path / "config.json"
     if not file.is_file():
-        raise ConfigError(f"model.path: {path} has no config.json", "it is not a Hugging Face model folder")
+        raise ConfigError(f"{where}: {path} has no config.json", "it is not a Hugging Face model folder")
     try:
         architectures = json.loads(file.read_text(encoding="utf-8")).get("architectures")
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise ConfigError(f"model.path: {file} is not valid JSON", str(error)) from error
+        raise ConfigError(f"{where}: {file} is not valid JSON", str(error)) from error
     if not architectures:
-        raise ConfigError(f'model.path: {file} names no "architectures"', "a causal language model is needed")
+        raise ConfigError(f'{where}: {file} names no "architectures"', "a causal language model is needed")
 
 
 def _build(config: FsdpConfig, context: BuildContext) -> Any:
@@ -104,6 +111,6 @@ def miles_trainers() -> Iterable[Component[Any]]:
             config=FsdpConfig,
             build=_build,
             check=_check,
-            traits={"uses": frozenset({"extension"})},
+            traits={"uses": frozenset({"extension"}), "outputs": frozenset(OUTPUTS)},
         )
     ]

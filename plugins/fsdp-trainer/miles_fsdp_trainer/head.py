@@ -23,7 +23,7 @@ class HeadOutput(NamedTuple):
     """fp32 [R], nats; empty unless asked for"""
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def logits_of(hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """fp32 [r, V]: the product accumulates and ends in fp32 even when its operands are bf16, since a bf16 logit of
     12 is off by up to 0.03."""
     if hidden.dtype == torch.float32 and weight.dtype == torch.float32:
@@ -39,7 +39,7 @@ def _part(scale: torch.Tensor | None, part: slice) -> torch.Tensor | None:
     return None if scale is None else scale[part]
 
 
-def _pieces(count: int, device: torch.device) -> list[slice]:
+def pieces(count: int, device: torch.device) -> list[slice]:
     step = CACHE_ROWS if device.type == "cpu" else max(count, 1)
     return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
@@ -63,8 +63,8 @@ class _FusedHead(torch.autograd.Function):
         kept: torch.Tensor | None = None
         for start in range(0, count, chunk_rows):
             part = slice(start, min(start + chunk_rows, count))
-            logits = _logits(hidden[part], weight, _part(scale, part))
-            for piece in _pieces(logits.shape[0], logits.device):
+            logits = logits_of(hidden[part], weight, _part(scale, part))
+            for piece in pieces(logits.shape[0], logits.device):
                 z = logits[piece]
                 out = slice(start + piece.start, start + piece.stop)
                 lse = torch.logsumexp(z, dim=-1)
@@ -90,8 +90,8 @@ class _FusedHead(torch.autograd.Function):
         d_weight = torch.zeros_like(weight) if count == 0 else None
         for start in range(0, count, ctx.chunk_rows):
             part = slice(start, min(start + ctx.chunk_rows, count))
-            d_z = kept if kept is not None else _logits(hidden[part], weight, _part(scale, part))
-            for piece in _pieces(d_z.shape[0], d_z.device):
+            d_z = kept if kept is not None else logits_of(hidden[part], weight, _part(scale, part))
+            for piece in pieces(d_z.shape[0], d_z.device):
                 out = slice(start + piece.start, start + piece.stop)
                 _logit_gradient(
                     d_z[piece], logsumexp[out], d_rows[out], (entropy[out], d_entropy[out]) if len(entropy) else None
@@ -129,19 +129,18 @@ def _logit_gradient(
 def fused_head(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    temperature: torch.Tensor | None,
+    scale: torch.Tensor | None,
     rows: torch.Tensor,
     targets: torch.Tensor,
     *,
     chunk_rows: int,
     want_entropy: bool = False,
 ) -> HeadOutput:
-    """log softmax(hidden @ weight.T / temperature)[rows, targets] and what goes with it.
+    """log softmax(hidden @ weight.T * scale)[rows, targets] and what goes with it.
 
-    hidden [R, E], weight [V, E], temperature fp32 [R] > 0 (None: 1), rows int64 [P] in [0, R), targets int64 [P]
+    hidden [R, E], weight [V, E], scale fp32 [R] > 0, 1 / temperature (None: 1), rows int64 [P] in [0, R), targets int64 [P]
     -> `HeadOutput`, differentiable once. At most `chunk_rows` rows of logits exist at a time, in the backward pass too.
     """
-    scale = None if temperature is None else temperature.reciprocal()
     return HeadOutput(*_FusedHead.apply(hidden, weight, scale, rows, targets, chunk_rows, want_entropy))
 
 
@@ -149,7 +148,7 @@ def fused_head(
 def top_tokens(hidden: torch.Tensor, weight: torch.Tensor, k: int, chunk_rows: int) -> torch.Tensor:
     """int64 [R, k]: the most likely tokens of each row; their log-probabilities are further pairs of `fused_head`."""
     parts = [
-        _logits(hidden[i : i + chunk_rows], weight, None).topk(k, dim=-1).indices
+        logits_of(hidden[i : i + chunk_rows], weight, None).topk(k, dim=-1).indices
         for i in range(0, hidden.shape[0], chunk_rows)
     ]
     return torch.cat(parts) if parts else torch.zeros(0, k, dtype=torch.long, device=hidden.device)

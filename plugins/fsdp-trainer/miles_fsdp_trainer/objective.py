@@ -5,6 +5,7 @@ Letters: M tokens of all samples of the microbatch one after another, S samples,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,10 +17,8 @@ from miles_core.component import merge_metric
 from miles_core.errors import ConfigError, ContractError
 from miles_core.fields import FieldSpec, pack_field
 from miles_core.types import LossInputs, LossOutput, Metric, TrainBatch
+from miles_fsdp_trainer import OUTPUTS
 from miles_fsdp_trainer.microbatch import Microbatch
-
-COMPUTED = {"policy": ("logprobs", "entropy", "logsumexp"), "critic": ("values",)}
-"""What the model of each role gives, besides "topk:K"."""
 
 
 class OtherRole(ContractError):
@@ -110,7 +109,8 @@ def loss_inputs(
             return column(name)
         if fields and name in fields:
             return side_channel(fields[name], batch, micro)
-        missing = OtherRole if name in COMPUTED["critic" if "logprobs" in outputs else "policy"] else ContractError
+        base, language = name.partition(":")[0], "logprobs" in outputs
+        missing = OtherRole if base in OUTPUTS and (base == "values") == language else ContractError
         known = sorted({*batch.columns, *outputs} - {"topk_ids", "topk_logprobs"})
         raise missing(f'a loss asked for "{name}", which its `needs` did not announce', f"here are: {', '.join(known)}")
 
@@ -193,11 +193,29 @@ def _record(
 ) -> None:
     number = value.item()
     tally.loss += number
-    tally.add(f"loss/{term.name}/value", (number, 1.0, "sum"))
+    prefix = f"{'critic/' if out.scope == 'value' else ''}loss/{term.name}"
+    tally.add(f"{prefix}/value", (number, 1.0, "sum"))
     for name, metric in out.metrics.items():
-        tally.add(f"loss/{term.name}/{name}", metric)
-    if number != number or number in (float("inf"), float("-inf")):
+        tally.add(f"{prefix}/{name}", metric)
+    if not math.isfinite(number):
         bad = x.seq_ids[~torch.isfinite(weighted.detach())].unique().tolist() or range(len(micro.indices))
-        ids = [batch.samples[micro.indices[s]].trajectory_id for s in bad]
-        shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-        tally.failures.append(f'loss "{term.name}" is {number} in samples {shown}')
+        tally.failures.append(f'loss "{term.name}" is {number} in samples {sample_names(batch, micro, bad)}')
+
+
+def check_outputs(
+    role: str, batch: TrainBatch, micro: Microbatch, outputs: Mapping[str, torch.Tensor], tally: Tally
+) -> None:
+    """Records log-probabilities or values of the model that are not finite: then no loss is to blame."""
+    for name, words in (("logprobs", "log-probabilities"), ("values", "values")):
+        if name not in outputs or bool(torch.isfinite(outputs[name]).all()):
+            continue
+        flat = micro.scatter(outputs[name].detach())
+        ends = np.cumsum(micro.lengths)
+        places = torch.nonzero(~torch.isfinite(flat)).flatten().cpu().numpy()
+        bad = np.unique(np.searchsorted(ends, places, side="right")).tolist()
+        tally.failures.append(f"{words} of the {role} are not finite in samples {sample_names(batch, micro, bad)}")
+
+
+def sample_names(batch: TrainBatch, micro: Microbatch, sequences: Sequence[int]) -> str:
+    ids = [batch.samples[micro.indices[s]].trajectory_id for s in sequences]
+    return ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")

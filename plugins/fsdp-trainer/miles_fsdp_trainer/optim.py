@@ -49,19 +49,14 @@ class Optimizer:
         """Learning rate of the next step."""
         return learning_rate(self.config, self.peak_lr, self.step_count, self.total_steps)
 
-    def grad_norm(self) -> float:
-        """2-norm of the whole gradient over all ranks, fp32."""
-        grads = [p.grad for p in self.named.values() if p.grad is not None]
-        if not grads:
-            return 0.0
-        norm = torch.nn.utils.get_total_norm(grads)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    @property
+    def grads(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.named.values() if p.grad is not None]
 
     def step(self, norm: float) -> None:
         """One AdamW step with the gradient clipped to `grad_clip`, given its norm; gradients are freed."""
         if self.config.grad_clip and norm > self.config.grad_clip:
-            grads = [p.grad for p in self.named.values() if p.grad is not None]
-            torch._foreach_mul_(grads, self.config.grad_clip / norm)
+            torch._foreach_mul_(self.grads, self.config.grad_clip / norm)
         for group in self.adamw.param_groups:
             group["lr"] = self.lr
         self.adamw.step()
@@ -91,3 +86,12 @@ class Optimizer:
         for state in self.adamw.state.values():
             for m in MOMENTS:
                 state[m] = state[m].to(device)
+
+
+def grad_norm(optimizers: Iterable[Optimizer]) -> float:
+    """2-norm of the gradient that these optimizers step together, over all ranks, fp32."""
+    grads = [grad for optimizer in optimizers for grad in optimizer.grads]
+    if not grads:
+        return 0.0
+    norm = torch.nn.utils.get_total_norm(grads)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +16,17 @@ import torch.distributed as dist
 from miles_core import BuildContext
 from miles_core.errors import ConfigError, RunFailed, RuntimeMissing
 from miles_core.interfaces import TrainerRank
+from miles_core.roles import divergence
 from miles_core.types import Bucket, RankInfo, StepReport, TrainBatch
-from miles_fsdp_trainer import FsdpConfig, weights
-from miles_fsdp_trainer.microbatch import Microbatch, masks_of, microbatches
-from miles_fsdp_trainer.model import PackedModel, load_model, shard
-from miles_fsdp_trainer.objective import Tally, Term, loss_inputs, total_loss
-from miles_fsdp_trainer.optim import Optimizer
+from miles_fsdp_trainer import FsdpConfig, checkpoint, weights
+from miles_fsdp_trainer.divergence import HeadInputs
+from miles_fsdp_trainer.microbatch import Microbatch, ModelInputs, masks_of, microbatches
+from miles_fsdp_trainer.objective import Tally, Term, check_outputs, loss_inputs, total_loss
+from miles_fsdp_trainer.optim import Optimizer, grad_norm
+from miles_fsdp_trainer.roles import FROZEN, Role, check_vocabularies, load_roles
 from miles_fsdp_trainer.selfcheck import check_packing
 
-SCOPES = {"policy": frozenset({"policy", "pair"}), "critic": frozenset({"value"})}
-"""Scopes of the losses that train each role."""
-
-
-@dataclass(slots=True)
-class Role:
-    """A model that this rank holds; `optimizer` is None for a frozen one."""
-
-    name: str
-    model: PackedModel
-    optimizer: Optimizer | None
+LANGUAGE = frozenset({"logprobs", "entropy", "logsumexp"})
 
 
 class FsdpRank(TrainerRank):
@@ -63,10 +53,13 @@ class FsdpRank(TrainerRank):
             )
             self._joined = True
         run = self.context.run_config
-        for name in ("policy", *[n for n in ("reference", "critic") if n in run.roles]):
-            if name == "policy" or run.roles[name].use == "trainer":
-                self.roles[name] = self._load_role(name)
-        check_packing(self.roles["policy"].model, self.config, self.device)
+        self.roles = load_roles(self.config, self.context, self.device, self.world_size)
+        for role in self.roles.values():
+            if role.name == "policy" or run.roles[role.name].path:
+                check_packing(role.model, self.config, self.device, role.name)
+        compared = {spec.role for name in self.context.needs if (spec := divergence(name))}
+        tokenizer = self.context.tokenizer if compared else None
+        check_vocabularies(self.roles, compared, tokenizer.vocab_size if tokenizer is not None else None)
         select = self.context.select or (lambda kind: ())
         pairs = list(select("loss"))
         names = [name for name, _ in pairs]
@@ -95,27 +88,6 @@ class FsdpRank(TrainerRank):
             torch.cuda.set_device(device)
         return device
 
-    def _load_role(self, name: str) -> Role:
-        run = self.context.run_config
-        own = run.roles[name].path if name != "policy" else ""
-        path = Path(own) if own else self.context.model_path
-        if path is None:
-            raise ConfigError("trainer fsdp: the run has no model folder", "set [model] path")
-        single = self.world_size == 1
-        model = load_model(path, self.config, value_head=name == "critic", single=single)
-        if name == "reference":
-            model.requires_grad_(False)
-        if single:
-            model.to(self.device)
-        else:
-            shard(model, dist.init_device_mesh(self.device.type, (self.world_size,)), self.config)
-        optimizer = None
-        if name != "reference":
-            peak = (self.config.critic_lr or self.config.lr) if name == "critic" else self.config.lr
-            total = run.steps * run.train.minibatches * run.train.epochs
-            optimizer = Optimizer(model.named_parameters(), self.config, peak, total)
-        return Role(name, model, optimizer)
-
     def close(self) -> None:
         self.roles.clear()
         if self._joined:
@@ -125,8 +97,10 @@ class FsdpRank(TrainerRank):
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: TrainBatch, role: str, outputs: frozenset[str]) -> dict[str, list[np.ndarray]]:
+        """Besides the usual outputs, the policy gives divergences from the frozen roles, and a shared critic's "values"."""
         model = self._role(role).model
-        possible = {"values"} if role == "critic" else {"logprobs", "entropy", "logsumexp"}
+        others = {spec.role for name in outputs if (spec := divergence(name))}
+        possible = self._possible(role, outputs, others)
         if outputs - possible:
             raise ConfigError(
                 f"trainer fsdp: role {role} cannot give {', '.join(sorted(outputs - possible))}",
@@ -138,16 +112,37 @@ class FsdpRank(TrainerRank):
         with torch.no_grad():
             for _ in range(self._reduce([own], "max")[0]):
                 micro = next(stream)
-                out = model(micro.inputs, outputs)
+                out = model(micro.inputs, outputs, others=self._heads(others, micro.inputs))
                 for name in outputs if micro.indices else ():
                     for i, values in zip(micro.indices, micro.split(micro.scatter(out[name])), strict=True):
                         result[name][i] = values
         return result
 
+    def _possible(self, role: str, outputs: frozenset[str], others: set[str]) -> frozenset[str]:
+        if role == "critic":
+            return frozenset({"values"})
+        if role != "policy":
+            return LANGUAGE
+        known = {name for name in outputs if (spec := divergence(name)) and spec.role in self.roles.keys() & set(FROZEN)}
+        return LANGUAGE | known | ({"values"} if self._critic_is_shared else set())
+
+    @property
+    def _critic_is_shared(self) -> bool:
+        return "critic" in self.roles and self.roles["critic"].shared
+
+    def _heads(self, roles: set[str], inputs: ModelInputs) -> dict[str, HeadInputs]:
+        """The frozen models' passes over the same tokens, up to their heads."""
+        with torch.no_grad():
+            return {name: self._role(name).model(inputs, frozenset({"head"}))["head"] for name in sorted(roles)}
+
     def step(self, batch: TrainBatch, role: str = "policy") -> StepReport:
+        """A shared critic is trained in the policy's step; a step of its own trains its value head alone."""
         holder = self._role(role)
         if holder.optimizer is None:
             raise ConfigError(f"trainer fsdp: role {role} is frozen and cannot be trained")
+        optimizers = [holder.optimizer]
+        if role == "policy" and self._critic_is_shared:
+            optimizers.append(self.roles["critic"].optimizer)
         seconds = dict.fromkeys(("pack", "forward", "backward", "optimizer"), 0.0)
         masks = masks_of(batch)
         own, stream = self._timed(seconds, "pack", self._microbatches, batch, masks)
@@ -167,10 +162,11 @@ class FsdpRank(TrainerRank):
             micro = self._timed(seconds, "pack", next, stream)
             self._accumulate(holder, batch, micro, masks, tally, report)
         self._raise_together(tally.failures)
-        norm = self._timed(seconds, "optimizer", holder.optimizer.grad_norm)
+        norm = self._timed(seconds, "optimizer", grad_norm, optimizers)
         if not np.isfinite(norm):
-            self._refuse_gradient(holder, batch)
-        self._timed(seconds, "optimizer", holder.optimizer.step, norm)
+            self._refuse_gradient(optimizers, batch)
+        for optimizer in optimizers:
+            self._timed(seconds, "optimizer", optimizer.step, norm)
         self.steps += role == "policy"
         report.loss, report.grad_norm, report.metrics = tally.loss, norm, tally.metrics
         report.peak_bytes = self._peak_bytes()
@@ -185,11 +181,12 @@ class FsdpRank(TrainerRank):
             for extension in self.extensions:
                 stack.enter_context(extension.around_forward(micro, context))
             began = self._now()
-            outputs = holder.model(micro.inputs, self._wanted())
-            loss = 0.0 * outputs["values" if holder.name == "critic" else "logprobs"].sum()
+            outputs = self._outputs(holder, micro.inputs)
+            loss = sum(0.0 * outputs[name].sum() for name in ("logprobs", "values") if name in outputs)
             if micro.indices:
+                check_outputs(holder.name, batch, micro, outputs, tally)
                 x = loss_inputs(batch, micro, masks, outputs, self.context.fields)
-                own = total_loss(self.terms, SCOPES[holder.name], batch, micro, x, tally)
+                own = total_loss(self.terms, self._scopes(holder), batch, micro, x, tally)
                 if own is None:
                     raise ConfigError(f"trainer fsdp: no loss trains role {holder.name}", "add a [[loss]] for it")
                 loss = loss + own if own.requires_grad else loss
@@ -203,8 +200,20 @@ class FsdpRank(TrainerRank):
                 stack.enter_context(extension.around_backward(micro, context))
             self._timed(report.seconds, "backward", loss.backward)
 
-    def _wanted(self) -> frozenset[str]:
-        return frozenset(n for n in self.context.needs if n == "entropy" or n.startswith("topk:"))
+    def _outputs(self, holder: Role, inputs: ModelInputs) -> Mapping[str, torch.Tensor]:
+        if holder.name == "critic":
+            return holder.model(inputs, frozenset({"values"}), trunk_gradient=not holder.shared)
+        needs = self.context.needs if self.context.loss_needs is None else self.context.loss_needs
+        want = {name for name in needs if name == "entropy" or name.startswith("topk:") or divergence(name)}
+        others = {spec.role for name in want if (spec := divergence(name))}
+        want |= {"logprobs"} | ({"values"} if self._critic_is_shared else set())
+        return holder.model(inputs, frozenset(want), others=self._heads(others, inputs))
+
+    def _scopes(self, holder: Role) -> frozenset[str]:
+        """Scopes of the losses that train a role."""
+        if holder.name == "critic":
+            return frozenset({"value"})
+        return frozenset({"policy", "pair"} | ({"value"} if self._critic_is_shared else set()))
 
     def _microbatches(self, batch: TrainBatch, masks: Sequence[Any]) -> tuple[int, Iterator[Microbatch]]:
         budget = self.config.max_tokens or (16384 if self.device.type == "cuda" else 1024)
@@ -241,8 +250,9 @@ class FsdpRank(TrainerRank):
                     role.optimizer.zero_grad()
             raise RunFailed(f"step refused, no weight was changed: {lines[0]}", *lines[1:8])
 
-    def _refuse_gradient(self, holder: Role, batch: TrainBatch) -> None:
-        bad = [n for n, p in holder.optimizer.named.items() if p.grad is not None and not _finite(p.grad)]
+    def _refuse_gradient(self, optimizers: Sequence[Optimizer], batch: TrainBatch) -> None:
+        named = {n: p for optimizer in optimizers for n, p in optimizer.named.items()}
+        bad = [n for n, p in named.items() if p.grad is not None and not _finite(p.grad)]
         terms = ", ".join(f'"{term.name}"' for term in self.terms)
         ids = [s.trajectory_id for s in batch.samples]
         shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
@@ -273,68 +283,13 @@ class FsdpRank(TrainerRank):
         weights.write_hf_folder(self._lm, folder, self._export_dtype, publish=self.rank == 0)
 
     def save(self, folder: Path) -> None:
-        publish = self.rank == 0
-        state: dict[str, Any] = {"format": 1, "steps": self.steps, "optimizer_steps": {}}
-        for name, role in self.roles.items():
-            if role.optimizer is None:
-                continue
-            weights.write(folder / f"{name}.safetensors", role.model.named_parameters(), publish=publish)
-            moments = role.optimizer.moments()
-            weights.write(folder / f"{name}-optimizer.safetensors", moments.items(), publish=publish)
-            state["optimizer_steps"][name] = role.optimizer.step_count
-        if publish:
-            weights.write(folder / "rng.safetensors", [("cpu", torch.get_rng_state())], publish=True)
-            (folder / "trainer.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+        checkpoint.save(folder, self.roles, self.steps, publish=self.rank == 0)
         self._barrier()
 
     def load(self, folder: Path, *, weights_only: bool = False) -> None:
         """Raises RunFailed that lists every missing or unexpected key. The number of ranks may have changed."""
-        staged = []
-        for name, role in self.roles.items():
-            if role.optimizer is None:
-                continue
-            own = dict(role.model.named_parameters())
-            staged.append((own, weights.read_into(folder / f"{name}.safetensors", own, f"weights of {name}")))
-        state = {} if weights_only else self._read_state(folder)
-        restored = [
-            (role.optimizer, self._read_moments(folder, role, state["optimizer_steps"]))
-            for role in self.roles.values()
-            if role.optimizer and not weights_only
-        ]
-        generator = {"cpu": torch.get_rng_state()}
-        if not weights_only:
-            generator = weights.read_into(folder / "rng.safetensors", generator, "random state")
-        with torch.no_grad():  # everything has been read and checked: from here on nothing can fail half way
-            for own, loaded in staged:
-                for name, parameter in own.items():
-                    parameter.copy_(loaded[name])
-        for optimizer, (moments, count) in restored:
-            optimizer.restore(moments, count)
-        if not weights_only:
-            self.steps = state["steps"]
-            torch.set_rng_state(generator["cpu"])
-
-    def _read_state(self, folder: Path) -> dict[str, Any]:
-        file = folder / "trainer.json"
-        try:
-            state = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise RunFailed(f"checkpoint: trainer state is missing or damaged: {file}", str(error)) from error
-        missing = {r.name for r in self.roles.values() if r.optimizer} - set(state.get("optimizer_steps", {}))
-        if missing:
-            raise RunFailed(f"checkpoint: {file} has no optimizer state of {', '.join(sorted(missing))}")
-        return state
-
-    def _read_moments(self, folder: Path, role: Role, counts: dict[str, int]) -> tuple[dict[str, torch.Tensor], int]:
-        count = counts[role.name]
-        targets = {
-            f"{moment}.{name}": p
-            for name, p in role.optimizer.named.items()
-            if count
-            for moment in ("exp_avg", "exp_avg_sq")
-        }
-        file = folder / f"{role.name}-optimizer.safetensors"
-        return weights.read_into(file, targets, f"optimizer state of {role.name}"), count
+        steps = checkpoint.load(folder, self.roles, weights_only=weights_only)
+        self.steps = self.steps if steps is None else steps
 
     def sleep(self, tags: Sequence[str] = ("optimizer", "weights")) -> None:
         self._move(tags, torch.device("cpu"))

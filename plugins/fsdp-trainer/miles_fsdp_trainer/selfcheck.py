@@ -16,11 +16,12 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 """Nats. Rounding stays far below; a wrong mask, position or head does not."""
 
 
-def check_packing(model: Any, config: FsdpConfig, device: torch.device) -> None:
+def check_packing(model: Any, config: FsdpConfig, device: torch.device, role: str = "policy") -> None:
     """Compares two short samples with a common beginning, packed and one by one. Architectures differ in more than can
     be known here - attention variants, positions, scaled logits -, and a silent difference would poison the training.
 
-    Raises ConfigError that names the model class and the option. Costs three passes over at most 21 tokens.
+    A value model, whose head is zero at first, is compared by its hidden states, relative to the largest. Raises
+    ConfigError that names the role, the model class and the option. Costs three passes over at most 21 tokens.
     """
     vocabulary = model.lm.config.get_text_config().vocab_size
     rng = np.random.default_rng(0)
@@ -33,13 +34,15 @@ def check_packing(model: Any, config: FsdpConfig, device: torch.device) -> None:
         batch, [0, 1], masks, used_lengths(masks), device=device, packing=config.packing, share=config.shared_prefix
     )
     with torch.no_grad():
-        packed = model(micro.inputs)["logprobs"]
-        plain = [model.plain_logprobs(torch.as_tensor(t, device=device)[None])[0] for t in tokens]
-    difference = (packed - torch.cat(plain)).abs().max().item()
+        name = "logprobs" if model.language else "hidden"
+        packed = model(micro.inputs, frozenset({name}))[name].float()
+        plain = torch.cat([model.plain(torch.as_tensor(t, device=device)[None])[0] for t in tokens])
+    difference = (packed - plain).abs().max().item() / (1 if model.language else plain.abs().max().item())
     if not difference <= TOLERANCE[config.dtype]:
+        what, unit = ("log-probabilities", " nats") if model.language else ("hidden states", " of the largest")
         raise ConfigError(
-            f"trainer fsdp: {type(model.lm).__name__} gives other log-probabilities "
-            f"{'packed' if config.packing else 'by its hidden states'} than by its own forward ({difference:.3g} nats)",
+            f"trainer fsdp: the {role}'s {type(model.lm).__name__} gives other {what} "
+            f"{'packed' if config.packing else 'by its hidden states'} than by its own forward ({difference:.3g}{unit})",
             "set packing = false" if config.packing else "this architecture is not supported",
         )
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 import miles_policy_losses
 from miles_core import BuildContext, LossOutput, Sample, TrainBatch
+from miles_core.settings import RoleTable
 from miles_fsdp_trainer import FsdpConfig, miles_trainers
 
 VOCAB = 61
@@ -105,10 +106,11 @@ PG = ("pg", weighted_policy)
 def rank_of(
     folder, losses=(PG,), *, roles=(), needs=(), index=0, world_size=1, rendezvous="", steps=10, start=True, **options
 ):
+    """`roles`: names, or a mapping from names to options of their tables."""
     run = SimpleNamespace(
         steps=steps,
         train=SimpleNamespace(minibatches=1, epochs=1),
-        roles={name: SimpleNamespace(path="", use="trainer") for name in roles},
+        roles={name: RoleTable(**(roles[name] if isinstance(roles, dict) else {})) for name in roles},
         loss=[SimpleNamespace(weight=entry[2] if len(entry) > 2 else 1.0) for entry in losses],
     )
     kinds = {"loss": [entry[:2] for entry in losses]}

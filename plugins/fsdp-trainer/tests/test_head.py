@@ -35,7 +35,7 @@ def test_values_and_gradients_equal_log_softmax(chunk_rows, warm):
     for fused in (True, False):
         hidden, weight = (x.detach().clone().requires_grad_() for x in inputs[:2])
         if fused:
-            given = temperature if warm else None
+            given = 1 / temperature if warm else None
             out = fused_head(hidden, weight, given, *inputs[2:], chunk_rows=chunk_rows, want_entropy=True)
         else:
             out = naive(hidden, weight, *inputs[2:], temperature)
@@ -48,7 +48,7 @@ def test_values_and_gradients_equal_log_softmax(chunk_rows, warm):
 def test_F11_logits_are_divided_by_the_temperature():
     # Logits [2, 0], T = 0.5: softmax([4, 0])[0] = 1 / (1 + e^-4) = 0.98201; untempered it would be 0.8808.
     out = fused_head(
-        torch.tensor([[2.0, 0.0]]), torch.eye(2), torch.tensor([0.5]), torch.tensor([0]), torch.tensor([0]), chunk_rows=8
+        torch.tensor([[2.0, 0.0]]), torch.eye(2), torch.tensor([2.0]), torch.tensor([0]), torch.tensor([0]), chunk_rows=8
     )
     assert out.logprobs.exp().item() == pytest.approx(0.98201, abs=1e-5)
 
