@@ -133,6 +133,10 @@ class ConsoleView(RunView):
             self.console.print(sample_table(self.last_groups))
         if self.evaluations:
             self.console.print(evaluation_table(self.evaluations))
+        if summary.get("dropped"):
+            dropped = sum(n for *_, n in summary["dropped"])
+            self.line(f"groups dropped: {dropped} of {summary['started']}")
+            self.console.print(drops_table(summary["dropped"]))
         seconds = summary.get("seconds", time.monotonic() - self.began)
         curve = sparkline(self.rewards)
         self.line(
@@ -243,6 +247,16 @@ def last_words(group: SampleGroup) -> str:
     if group.prompt.messages:
         return str(group.prompt.messages[-1].get("content", ""))
     return group.prompt.text or ""
+
+
+def drops_table(rows: Sequence[tuple[str, str, int]]) -> Table:
+    """Why groups were dropped, over the whole run."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("reason", "rewards", "groups"):
+        table.add_column(title, justify="right" if title == "groups" else "left")
+    for reason, rewards, n in rows:
+        table.add_row(escape(visible(reason)), rewards, str(n))
+    return table
 
 
 def evaluation_table(evaluations: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]]) -> Table:

@@ -32,6 +32,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from miles_core.drops import Drops
 from miles_core.errors import ContractError, RunFailed
 from miles_core.group_state import group_from_state, group_to_state, holds_references, prompt_from_state, prompt_to_state
 from miles_core.staleness import staleness
@@ -81,7 +82,8 @@ class GroupBuffer:
 
     `take_prompts(n)`: up to n further prompts in data order; an empty list ends the data. `run(prompt, order, partial)`:
     rollout and rewards of one group. `verdict(group)`: what the filters say. `on_group(group, verdict)` sees every judged
-    group, kept or dropped. What `run` or `verdict` raises is raised by `next_batch`.
+    group, kept or dropped. `note(text, level)` is told of a step that trains fewer groups than it should. What `run` or
+    `verdict` raises is raised by `next_batch`.
     """
 
     def __init__(
@@ -99,13 +101,16 @@ class GroupBuffer:
         max_requeues: int = 2,
         version: int = 0,
         on_group: Callable[[SampleGroup, Verdict], None] | None = None,
+        note: Callable[[str, str], None] = lambda text, level: None,
     ) -> None:
         self.take_prompts, self.run, self.verdict, self.on_group = take_prompts, run, verdict, on_group
+        self.note = note
         self.groups_per_step, self.max_lag, self.on_stale = groups_per_step, max_lag, on_stale
         self.update_every, self.max_rounds, self.on_exhausted = update_every, max_rounds, on_exhausted
         self.max_requeues, self.version = max_requeues, version
         self.trained_steps = 0
         self.data_ended = False
+        self.drops = Drops()
         self.counts: Counter[str] = Counter()
         """Totals over the run: started, kept, dropped, dropped/<reason>, requeued, requeued/<reason>, trained."""
         self._base = 0  # steps that had been trained when `version` came
@@ -113,7 +118,6 @@ class GroupBuffer:
         self._running: dict[Key, _Entry] = {}
         self._again: list[_Entry] = []
         self._complete: list[_Entry] = []
-        self._dropped: Counter[tuple[str, str]] = Counter()  # since the last batch, by (reason, outcome)
         self._staleness: dict[str, float] = {}
         self._open = self._pushing = False
         self._changed = asyncio.Event()
@@ -199,7 +203,7 @@ class GroupBuffer:
             "base": self._base,
             "next_order": self._next_order,
             "counts": dict(self.counts),
-            "dropped": [[reason, outcome, n] for (reason, outcome), n in self._dropped.items()],
+            "dropped": self.drops.state(),
             "complete": [{**_entry_state(e), "group": group_to_state(e.group)} for e in keep if e.group],
             "pending": [
                 {
@@ -217,7 +221,7 @@ class GroupBuffer:
         self.version, self.trained_steps, self._base = state["version"], state["trained_steps"], state["base"]
         self._next_order = state["next_order"]
         self.counts = Counter(state["counts"])
-        self._dropped = Counter({(reason, outcome): n for reason, outcome, n in state["dropped"]})
+        self.drops.restore(state["dropped"])
         for row in state["complete"]:
             group = group_from_state(row["group"])
             self._complete.append(_entry_from(row, group.prompt, group=group))
@@ -234,7 +238,7 @@ class GroupBuffer:
     def _room(self) -> int:
         """New groups that may start: the capacity, within the tries of this step and of those that it runs ahead."""
         steps = self.max_rounds + self.update_every * (1 + self.max_lag) - 1
-        tries = steps * self.groups_per_step - self._dropped.total() - self._in_flight
+        tries = steps * self.groups_per_step - self.drops.step.total() - self._in_flight
         return min(self.capacity(), tries)
 
     def _fill(self) -> None:
@@ -298,7 +302,7 @@ class GroupBuffer:
             reason = verdict.reason or "no-reason"
             self.counts["dropped"] += 1
             self.counts[f"dropped/{reason}"] += 1
-            self._dropped[reason, outcome(group)] += 1
+            self.drops.add(reason, group)
 
     def _requeue(self, entry: _Entry, reason: str) -> None:
         if entry.group is not None:
@@ -357,36 +361,30 @@ class GroupBuffer:
     def _exhausted(self) -> list[_Entry]:
         """What is handed out, or raised, when no further group can start and the batch is not full."""
         rest = sorted(self._complete, key=lambda e: (e.oldest, e.order))[: self.groups_per_step]
-        if self.data_ended or self.on_exhausted == "train":
+        if self.data_ended:
             return rest
-        tried = self._dropped.total() + len(self._complete)
-        lines = [f"  {n:6d}  {reason}: {what}" for (reason, what), n in self._dropped.most_common()]
+        step, kept = self.trained_steps + 1, len(self._complete)
+        tried = self.drops.step.total() + kept
+        if self.on_exhausted == "train":
+            drops = self.drops.step_summary()
+            self.note(f"step {step} trains {kept} of {self.groups_per_step} groups; dropped of {tried}: {drops}", "warning")
+            return rest
         raise RunFailed(
-            f"step {self.trained_steps + 1} cannot be filled: of {tried} prompts tried (rollout.max_rounds = "
-            f"{self.max_rounds}, groups_per_step = {self.groups_per_step}), {len(self._complete)} were kept",
+            f"step {step} cannot be filled: of {tried} prompts tried (rollout.max_rounds = {self.max_rounds}, "
+            f"groups_per_step = {self.groups_per_step}), {kept} were kept",
             "dropped, by reason and rewards of the group:",
-            *lines,
+            *self.drops.step_lines(),
             'easier or harder prompts, another filter, a larger rollout.max_rounds, or rollout.on_exhausted = "train"',
         )
 
     def _hand_out(self, batch: list[_Entry]) -> list[SampleGroup]:
         self._complete = [e for e in self._complete if e not in batch]
         self.trained_steps += 1
-        self._dropped.clear()
+        self.drops.step.clear()
         groups = [e.group for e in sorted(batch, key=lambda e: e.order) if e.group is not None]
         self.counts["trained"] += len(groups)
         self._staleness = staleness(groups, self.version, self.max_lag)
         return groups
-
-
-def outcome(group: SampleGroup) -> str:
-    """What the rewards of a dropped group looked like: "all 0", "all 1", "all equal", "mixed", "error" or "no verdict"."""
-    rewards = {s.reward for s in group.samples if s.reward is not None}
-    if not rewards:
-        return "error" if any(s.status in ("error", "timeout", "aborted") for s in group.samples) else "no verdict"
-    if len(rewards) > 1:
-        return "mixed"
-    return {0.0: "all 0", 1.0: "all 1"}.get(rewards.pop(), "all equal")
 
 
 def _entry_state(entry: _Entry) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class DataSource(ABC):
 @runtime_checkable
 class Sampler(Protocol):
     def pick(self, prompts: list[Prompt], history: Mapping[str, Any]) -> list[Prompt]:
-        """Orders, repeats or drops prompts: a curriculum. `history` holds mean rewards by prompt id."""
+        """Orders, drops or repeats what it was offered, now or before. `history`: mean rewards by id, of earlier steps."""
 
 
 class Tokenizer(ABC):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from miles_core.builtin.rollouts import fits, prompt_tokens
 from miles_core.errors import DataError
+from miles_core.group_state import prompt_from_state, prompt_to_state
 from miles_core.interfaces import DataSource, Sampler, Tokenizer
 from miles_core.types import Prompt, SampleGroup
+from miles_core.votes import trajectory_rewards, votes
 
 MAX_LONG_IN_A_ROW = 1000
 """Prompts in a row that may be too long before a data set counts as unusable."""
+MAX_SKIPPED = 1000
+"""Prompts in a row that a sampler may drop before it counts as dropping everything; a whole epoch at least."""
 
 
 class PromptFeed:
@@ -38,21 +43,30 @@ class PromptFeed:
         self.dropped = 0
         self.history: dict[str, float] = {}
         """Mean reward of each prompt id the last time that it was judged; what a sampler sees."""
+        self._judged: list[tuple[int, str, float]] = []
+        self._waiting: list[Prompt] = []  # picked, and more than were asked for
+        self._draws = 0
 
     def remember(self, group: SampleGroup) -> None:
-        rewards = [s.reward for s in group.samples if s.reward is not None]
+        """Notes the mean reward of a group that was judged, kept or dropped, for the sampler's history."""
+        rewards = votes(group.samples, trajectory_rewards(group.samples)).values()
         if self.sampler is not None and rewards:
-            self.history[group.prompt.id] = sum(rewards) / len(rewards)
+            self._judged.append((group.order, group.prompt.id, sum(rewards) / len(rewards)))
+
+    def settle(self) -> None:
+        """Between steps: what was judged becomes history. Within a step it depends on which group happens to end first,
+        and the prompts of a run must not."""
+        for _, prompt_id, mean in sorted(self._judged):
+            self.history[prompt_id] = mean
+        self._judged.clear()
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts; fewer when the source is exhausted. Raises DataError when one is too long and that is
         refused, or when a whole epoch (at most MAX_LONG_IN_A_ROW) is."""
         taken: list[Prompt] = []
-        long_in_a_row = skipped_in_a_row = 0
+        long_in_a_row = 0
         limit = min(self.data.num_prompts or MAX_LONG_IN_A_ROW, MAX_LONG_IN_A_ROW)
-        while len(taken) < n and (prompts := self.data.next(n - len(taken))):
-            if self.sampler is not None and not (prompts := self._pick(prompts)):
-                skipped_in_a_row += 1
+        while len(taken) < n and (prompts := self._next(n - len(taken))):
             for prompt in prompts:
                 num_tokens = len(prompt_tokens(prompt, self.tokenizer).token_ids)
                 if fits(num_tokens, self.max_context):
@@ -61,8 +75,6 @@ class PromptFeed:
                 else:
                     self._drop(prompt, num_tokens)
                     long_in_a_row += 1
-            if skipped_in_a_row >= MAX_LONG_IN_A_ROW:
-                raise DataError(f"the sampler kept nothing of the last {skipped_in_a_row} draws (sampler.use)")
             if long_in_a_row >= limit:
                 raise DataError(
                     f"all of the last {long_in_a_row} prompts fill the context of {self.max_context} tokens",
@@ -81,11 +93,11 @@ class PromptFeed:
     def check(self, groups_per_step: int) -> None:
         """Reads one usable prompt ahead and puts the source back: a bad row, or a chat template that is missing, shows
         before any model loads. Raises DataError when there is no prompt."""
-        state = self.data.state()
+        state, sampler, self.sampler = self.data.state(), self.sampler, None
         if not self.take(1):
             raise DataError("the data source has no prompts", "look at the options under [data]")
         self.data.restore(state)
-        self.dropped = 0
+        self.dropped, self.sampler = 0, sampler
         size = self.data.num_prompts
         if size is not None and size < groups_per_step:
             self.note(
@@ -95,15 +107,35 @@ class PromptFeed:
             )
 
     def state(self) -> dict[str, Any]:
-        return {"source": self.data.state(), "dropped": self.dropped, "history": self.history}
+        self.settle()
+        return {
+            "source": self.data.state(),
+            "dropped": self.dropped,
+            "history": self.history,
+            "waiting": [prompt_to_state(p) for p in self._waiting],
+            "draws": self._draws,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.data.restore(state["source"])
         self.dropped, self.history = state["dropped"], dict(state["history"])
+        self._waiting, self._draws = [prompt_from_state(p) for p in state["waiting"]], state["draws"]
 
-    def _pick(self, prompts: list[Prompt]) -> list[Prompt]:
-        assert self.sampler is not None
-        return list(self.sampler.pick(prompts, self.history))
+    def _next(self, n: int) -> list[Prompt]:
+        """Up to `n` prompts, those of the sampler where there is one. It may have repeated a prompt: each of its picks is a
+        draw of its own. Raises DataError when it drops everything for a whole epoch."""
+        if self.sampler is None:
+            return self.data.next(n)
+        skipped = 0
+        while not self._waiting and (offered := self.data.next(n)):
+            for prompt in self.sampler.pick(offered, self.history):
+                self._waiting.append(replace(prompt, draw=self._draws))
+                self._draws += 1
+            skipped += len(offered)
+            if not self._waiting and skipped >= max(self.data.num_prompts or 0, MAX_SKIPPED):
+                raise DataError(f"the sampler kept nothing of the last {skipped} prompts (sampler.use)")
+        picked, self._waiting = self._waiting[:n], self._waiting[n:]
+        return picked
 
     def _drop(self, prompt: Prompt, num_tokens: int) -> None:
         problem = f'prompt "{prompt.id}" has {num_tokens} tokens, and the context holds {self.max_context}'

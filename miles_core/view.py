@@ -31,4 +31,5 @@ class RunView:
         """One line for people: level "info", "warning" or "error"."""
 
     def ended(self, reason: str, summary: Mapping[str, Any]) -> None:
-        """reason: "done", "failed", "interrupted", "already complete". Summary: run_dir, model_dir, seconds, steps."""
+        """reason: "done", "failed", "interrupted", "already complete". Summary: run_dir, model_dir,
+        seconds, steps, started (groups), dropped (rows of reason, rewards of the group, number)."""

@@ -103,6 +103,7 @@ def test_a_sampler_sees_the_rewards_and_decides() -> None:
     solved = make_group([1.0, 1.0])
     solved.prompt.id = "1"
     prompts.remember(solved)
+    prompts.settle()
     assert [p.id for p in prompts.take(2)] == ["0", "2"]
     copy, _ = feed(3, 3, 3, sampler=EasyOut())
     copy.restore(prompts.state())
