@@ -145,6 +145,24 @@ def figures(result: dict[str, Any], warmup: int) -> dict[str, float]:
     return {name: value(totals) for name, value in QUANTITIES.items()}
 
 
+def seconds_to(reward: float, steps: Sequence[dict[str, Any]], span: int = 3) -> float | None:
+    """Seconds of training until the mean reward of `span` steps in a row is at least `reward`, or None."""
+    spent = 0.0
+    for i, row in enumerate(steps):
+        spent += row["step_s"]
+        if i + 1 >= span and statistics.fmean(r["reward"] for r in steps[i + 1 - span : i + 1]) >= reward:
+            return spent
+    return None
+
+
+def same_reward(rounds: Sequence[dict[str, Any]], reward: float) -> dict[str, Any]:
+    """How long both took to the same reward, in the rounds in which both came there."""
+    times = [[seconds_to(reward, pair[side]["steps"]) for side in ("TRL", "Miles")] for pair in rounds]
+    both = [(trl, miles) for trl, miles in times if trl is not None and miles is not None]
+    ratio = statistics.median(trl / miles for trl, miles in both) if both else None
+    return {"reward": reward, "seconds": times, "ratio": ratio}
+
+
 def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """TRL, Miles, TRL, Miles, ..."""
     rounds = []
@@ -171,9 +189,17 @@ def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         shown = "-" if ratio is None else f"{ratio:.2f}"
         table.add_row(name, f"{summary[name]['trl']:.3f}", f"{summary[name]['miles']:.3f}", shown)
     console.print(table)
+    reached = same_reward(rounds, options.reward)
+    if reached["ratio"] is None:
+        console.print(f"no round in which both came to a mean reward of {options.reward} over three steps")
+    else:
+        shown = "; ".join(f"TRL {trl:.0f} s, Miles {miles:.0f} s" for trl, miles in reached["seconds"] if trl and miles)
+        console.print(
+            f"to a mean reward of {options.reward} over three steps: {shown}; {reached['ratio']:.1f} times sooner"
+        )
     others = "; ".join(v.name for v in VARIANTS[1:])
     console.print(f"Other settings of TRL, for --tune (benchmarks/README.md says which have been measured): {others}")
-    return {"summary": summary, "rounds": rounds}
+    return {"summary": summary, "same_reward": reached, "rounds": rounds}
 
 
 def tune(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -222,6 +248,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2, help="first steps of a run that do not count (default 2)")
     parser.add_argument("--cores", type=int, default=2, help="CPU cores of both sides (default 2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first round (default 0)")
+    parser.add_argument("--reward", type=float, default=0.4, help="time to this mean reward is compared (default 0.4)")
     parser.add_argument("--tune", action="store_true", help="measure the other TRL settings")
     parser.add_argument("--only", default="", help="with --tune: variants whose name contains this")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
