@@ -1,4 +1,4 @@
-"""Each number is derived beside it. Shape letter: N tokens of a microbatch."""
+"""What holds for every loss, and `ppo-clip`, `kl`, `entropy`. Each number is derived beside it."""
 
 import json
 import math
@@ -11,28 +11,22 @@ import pytest
 from pydantic import ValidationError
 
 import miles_policy_losses
-from miles_core import LossInputs
 
 torch = pytest.importorskip("torch")
+import losses_support as support  # noqa: E402 - needs torch
 
-COMPONENTS = {c.name: c for c in miles_policy_losses.miles_losses()}
+COMPONENTS = support.COMPONENTS
+ALL = {
+    "logprobs": -1.0, "old_logprobs": -1.1, "reference_logprobs": -1.2, "entropy": 1.0, "logsumexp": 2.0, "values": 0.5,
+    "old_values": 0.4, "returns": 1.0, "reverse_kl:teacher": 0.1, "pair_ids": 1.0, "pair_sign": 1.0,
+}  # fmt: skip
+"""One number for everything that some loss reads."""
 
 
 def inputs(columns, *, mask=None, advantages=None):
-    """LossInputs over the given columns; "logprobs" and "entropy" become leaves that collect a gradient."""
-    tensors = {k: torch.tensor(v, dtype=torch.float32) for k, v in columns.items()}
-    for name in {"logprobs", "entropy"} & tensors.keys():
-        tensors[name].requires_grad_()
-    n = len(next(iter(tensors.values())))
-    return SimpleNamespace(tensors=tensors), LossInputs(
-        tokens=torch.zeros(n, dtype=torch.long),
-        mask=torch.ones(n, dtype=torch.bool) if mask is None else torch.tensor(mask),
-        seq_ids=torch.zeros(n, dtype=torch.long),
-        advantages=torch.zeros(n) if advantages is None else torch.tensor(advantages, dtype=torch.float32),
-        multiplier=torch.ones(n),
-        seq=None,
-        get=tensors.__getitem__,
-    )
+    """(leaves, LossInputs) of one sequence."""
+    made = support.micro(columns, mask=mask, advantages=advantages)
+    return SimpleNamespace(tensors=made.leaves), made.inputs
 
 
 def run(name, x, **options):
@@ -84,15 +78,15 @@ def test_F7_clamped_tokens_are_counted():
 
 
 @pytest.mark.parametrize("junk", [-91.0, float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("loss", ["ppo-clip", "kl"])
+@pytest.mark.parametrize("loss", COMPONENTS)
 def test_F7_a_masked_token_contributes_exactly_zero(loss, junk):
-    column = {"ppo-clip": "old_logprobs", "kl": "reference_logprobs"}[loss]
-    leaf, x = inputs({"logprobs": [-2, -1], column: [junk, -1.5]}, mask=[False, True], advantages=[float("nan"), 1])
+    columns = {name: [junk, value] for name, value in ALL.items()}
+    leaf, x = inputs(columns, mask=[False, True], advantages=[float("nan"), 1])
     out = run(loss, x)
     out.per_token.sum().backward()
     assert out.per_token[0].item() == 0
-    assert leaf.tensors["logprobs"].grad[0].item() == 0
-    assert torch.isfinite(leaf.tensors["logprobs"].grad).all()
+    for tensor in leaf.tensors.values():
+        assert tensor.grad is None or (tensor.grad[0].item() == 0 and torch.isfinite(tensor.grad).all())
     assert all(math.isfinite(float(total)) for total, _, _ in out.metrics.values())
 
 
@@ -105,14 +99,14 @@ def test_F7_window_case():
     assert leaf.tensors["logprobs"].grad.tolist() == [0, -0.5]
 
 
-@pytest.mark.parametrize("loss", ["ppo-clip", "kl", "entropy"])
-def test_F7_nan_of_a_trained_token_stays_visible(loss):
-    nan = float("nan")
-    _, x = inputs(
-        {"logprobs": [nan, -1], "old_logprobs": [-1, -1], "reference_logprobs": [-1, -1], "entropy": [nan, 1]},
-        advantages=[1, 1],
-    )
-    assert run(loss, x).per_token.isnan().tolist() == [True, False]
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("loss", COMPONENTS)
+def test_F7_what_is_not_finite_at_a_trained_token_stays_visible(loss, bad):
+    """Also an infinity that a clamp would hide; at the other tokens of the sequence too where the loss has one ratio."""
+    for name in COMPONENTS[loss].needed(COMPONENTS[loss].config()) - {"pair_ids", "pair_sign"}:
+        columns = {n: [bad if n == name else v, v] for n, v in ALL.items()}
+        _, x = inputs(columns, advantages=[1, 1])
+        assert not math.isfinite(run(loss, x).per_token[0].item()), f"{bad} in {name}"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +158,7 @@ def test_entropy_bonus_raises_entropy():
 
 
 def test_an_empty_microbatch_is_allowed():
-    _, x = inputs({"logprobs": [], "old_logprobs": [], "reference_logprobs": [], "entropy": []})
+    _, x = inputs({name: [] for name in ALL})
     for name in COMPONENTS:
         assert run(name, x).per_token.shape == (0,)
 
@@ -177,11 +171,53 @@ def test_bad_options_are_refused(options):
 
 def test_what_each_loss_needs_and_requires():
     assert {n: c.needed(c.config()) for n, c in COMPONENTS.items()} == {
-        "ppo-clip": {"logprobs", "old_logprobs"},
+        **{name: {"logprobs", "old_logprobs"} for name in ("ppo-clip", "dapo", "gspo", "cispo", "sapo")},
+        "reinforce": {"logprobs"},
+        "sft": {"logprobs"},
         "kl": {"logprobs", "reference_logprobs"},
+        "dpo": {"logprobs", "reference_logprobs", "pair_ids", "pair_sign"},
+        "value": {"values", "old_values", "returns"},
         "entropy": {"entropy"},
+        "z-loss": {"logsumexp"},
+        "distill": {"reverse_kl:teacher"},
     }
-    assert COMPONENTS["kl"].required(miles_policy_losses.KlConfig()) == ("role/reference",)
+    assert {n: c.required(c.config()) for n, c in COMPONENTS.items() if c.required(c.config())} == {
+        "kl": ("role/reference",),
+        "dpo": ("role/reference",),
+        "value": ("role/critic",),
+        "distill": ("role/teacher",),
+    }
+    kl, distill = COMPONENTS["kl"], COMPONENTS["distill"]
+    assert "old_logprobs" in kl.needed(kl.config(estimator="unbiased")) & kl.needed(kl.config(estimator="unbiased-k1"))
+    assert distill.needed(distill.config(divergence="forward", top_k=8)) == {"forward_kl:teacher:8"}
+
+
+def test_a_token_without_advantage_has_no_gradient_where_that_is_promised():
+    columns = {name: [value, value - 0.2] for name, value in ALL.items()}
+    promised = [n for n, c in COMPONENTS.items() if c.traits.get("zero_advantage") == "no-gradient"]
+    assert set(promised) == {"ppo-clip", "dapo", "gspo", "cispo", "sapo", "reinforce"}
+    for name in promised:
+        leaf, x = inputs(columns, advantages=[0, 0])
+        run(name, x).per_token.sum().backward()
+        assert leaf.tensors["logprobs"].grad.tolist() == [0, 0], name
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dpo", {"beta": 0.0}),
+        ("dpo", {"variant": "ipo", "label_smoothing": 0.1}),
+        ("gspo", {"variant": "pair"}),
+        ("cispo", {"ratio_max": 0.5}),
+        ("sapo", {"tau_negative": 0.0}),
+        ("kl", {"estimator": "k4"}),
+        ("value", {"clip": 0.0}),
+        ("distill", {"top_k": -1}),
+    ],
+)
+def test_options_without_a_meaning_are_refused(name, options):
+    with pytest.raises(ValidationError):
+        COMPONENTS[name].config(**options)
 
 
 def test_index_names_the_components():
