@@ -70,7 +70,7 @@ class SingleTurn:
         made = dict(zip((*todo, *extra), await _all_or_cancel(work, context, (*todo, *extra)), strict=True))
         baseline = made.pop(BASELINE, context.partial.baseline if context.partial else None)
         samples = [made.get(i) or known[i] for i in range(context.num_samples)]
-        _add_fields(context, samples)
+        add_fields(context, samples)
         return SampleGroup(
             id=group_id(prompt),
             prompt=prompt,
@@ -196,7 +196,7 @@ async def _abort_when(context: RolloutContext, indices: Sequence[int]) -> None:
     await context.pool.abort([_request_id(context, index) for index in indices])
 
 
-def _add_fields(context: RolloutContext, samples: Sequence[Sample]) -> None:
+def add_fields(context: RolloutContext, samples: Sequence[Sample]) -> None:
     """Checks the side channels that were asked for against their declarations, and treats missing ones as declared:
     an error, a sample that is not trained, or a fill value."""
     specs: Mapping[str, FieldSpec] = context.field_specs
