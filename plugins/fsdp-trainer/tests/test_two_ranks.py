@@ -11,6 +11,8 @@ import fsdp_support as support
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from test_critic import SHARED, VALUE, critic_batch
 
 STEPS = 3
 
@@ -143,3 +145,37 @@ def test_the_saved_model_of_two_ranks_loads_in_transformers(pair):
     model = support.plain_model(pair.folder / "model")
     for name, value in model.named_parameters():
         torch.testing.assert_close(value.detach(), pair.ranks[0]["weights"]["lm." + name], rtol=0, atol=0)
+
+
+def test_a_shared_critic_on_two_ranks_equals_one_rank_and_its_head_alone_moves_no_trunk(pair):
+    one = support.rank_of(pair.model, [support.PG, VALUE], roles=SHARED, critic_lr=0.05)
+    reports = [one.step(critic_batch(seed=seed), "critic") for seed in range(2)]
+    head, trunk = support.parameters(one), support.parameters(support.rank_of(pair.model))
+    reports.append(one.step(critic_batch(seed=2)))
+    for rank in pair.ranks:
+        weights, policy_steps = rank["shared"]["alone"]
+        assert policy_steps == 0
+        support.close({n: w for n, w in weights.items() if n in trunk}, trunk, rtol=0, atol=0)
+        support.close(weights, head, rtol=1e-5, atol=1e-5)
+        support.close(rank["shared"]["weights"], support.parameters(one), rtol=1e-5, atol=1e-5)
+    for step, report in enumerate(reports):
+        assert sum(rank["shared"]["steps"][step][0] for rank in pair.ranks) == pytest.approx(report.loss, rel=1e-5)
+        assert pair.ranks[0]["shared"]["steps"][step][1] == pytest.approx(report.grad_norm, rel=1e-5)
+
+
+def test_C5_a_checkpoint_with_a_shared_critic_of_two_ranks_continues_on_one(pair):
+    loaded = support.rank_of(pair.model, [support.PG, VALUE], roles=SHARED, critic_lr=0.05)
+    loaded.load(pair.folder / "shared")
+    support.close(support.parameters(loaded), pair.ranks[0]["shared"]["weights"], rtol=0, atol=0)
+    assert [loaded.roles[name].optimizer.step_count for name in ("policy", "critic")] == [1, 3]
+
+
+def test_P1_a_bf16_checkpoint_after_a_forward_pass_holds_the_fp32_weights(pair):
+    saved, own = load_file(pair.folder / "low" / "policy.safetensors"), load_file(pair.model / "model.safetensors")
+    for name, value in own.items():
+        torch.testing.assert_close(saved["lm." + name], value, rtol=0, atol=0)
+
+
+def test_F11_temperatures_are_not_rounded_to_bf16(pair):
+    for rank in pair.ranks:
+        assert rank["temperatures"] and all(seen == [pytest.approx(0.7, rel=1e-6)] for seen in rank["temperatures"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import fsdp_support as support
 import numpy as np
 import torch
+from test_critic import SHARED, VALUE, critic_batch
 
 from miles_core.errors import RunFailed
 from miles_core.types import TrainBatch
@@ -28,9 +29,35 @@ def hashes(trainer):
     return trainer.state_hash()
 
 
+def shared_critic(make, rank, folder):
+    """Two steps of the head alone, then one of trunk and head together; the checkpoint is taken after a pass without
+    gradient, when FSDP shows gathered parameters."""
+    trainer = make([support.PG, VALUE], roles=SHARED, critic_lr=0.05)
+    reports = [trainer.step(shard_of(critic_batch(seed=seed), rank), "critic") for seed in range(2)]
+    alone = (support.parameters(trainer), trainer.roles["policy"].optimizer.step_count)
+    reports.append(trainer.step(shard_of(critic_batch(seed=2), rank)))
+    trainer.forward(shard_of(critic_batch(), rank), "policy", frozenset({"logprobs", "values"}))
+    (folder / "shared").mkdir(exist_ok=True)
+    trainer.save(folder / "shared")
+    return {"steps": [(r.loss, r.grad_norm) for r in reports], "alone": alone, "weights": support.parameters(trainer)}
+
+
+def low_precision(make, rank, folder):
+    """bf16 under FSDP: what the head is given as temperature, and what a checkpoint after a forward pass holds."""
+    trainer, seen = make(dtype="bfloat16"), []
+    model = trainer.roles["policy"].model
+    head = model._head_inputs
+    model._head_inputs = lambda hidden, temperature: (seen.append(temperature), head(hidden, temperature))[1]
+    batch = support.random_batch(temperature=0.7)
+    trainer.forward(shard_of(batch, rank), "policy", frozenset({"logprobs"}))
+    (folder / "low").mkdir(exist_ok=True)
+    trainer.save(folder / "low")
+    return [t.unique().tolist() for t in seen]
+
+
 def main(rank: int, folder: Path, model: Path, single: Path) -> None:
-    make = lambda **more: support.rank_of(  # noqa: E731
-        model, index=rank, world_size=2, rendezvous=f"file://{folder}/rendezvous", **more
+    make = lambda *args, **more: support.rank_of(  # noqa: E731
+        model, *args, index=rank, world_size=2, rendezvous=f"file://{folder}/rendezvous", **more
     )
     trainer = make(max_tokens=24, roles=("reference", "critic"), warmup_steps=2)
     out = {"steps": three_steps(trainer, rank), "weights": support.parameters(trainer), "hash": hashes(trainer)}
@@ -68,6 +95,8 @@ def main(rank: int, folder: Path, model: Path, single: Path) -> None:
 
     trainer.load(single)
     out["loaded"] = (hashes(trainer), three_steps(trainer, rank), support.parameters(trainer))
+    out["shared"] = shared_critic(make, rank, folder)
+    out["temperatures"] = low_precision(make, rank, folder)
     torch.save(out, folder / f"results-{rank}.pt")
     torch.distributed.barrier()  # gloo: a rank that leaves early cuts the other's last collective short
     trainer.close()
