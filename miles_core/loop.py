@@ -357,6 +357,7 @@ def _train_metrics(batches: Sequence[TrainBatch], reports: Sequence[StepReport])
     first = reports[0]
     if first.skipped is None and "logprobs" in first.columns:
         samples = batches[0].samples
-        gap = batching.logprob_gap([s.logprobs for s in samples], first.columns["logprobs"], batches[0].mask)
+        sampled = [m & (not s.metadata.get("recorded")) for m, s in zip(batches[0].mask, samples, strict=True)]
+        gap = batching.logprob_gap([s.logprobs for s in samples], first.columns["logprobs"], sampled)
         rows |= {f"gap/{name}": value for name, value in gap.items()}
     return rows

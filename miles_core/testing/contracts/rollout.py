@@ -52,6 +52,8 @@ class RolloutContract(ComponentContract):
     """It ends within this time after `cancelled` was set."""
     resumes: bool = True
     """Whether it goes on with the partial groups that it is given."""
+    samples: bool = True
+    """False for a rollout that asks no engine: its answers come from the data, and rules about requests do not apply."""
 
     # --- Helpers ---
 
@@ -89,6 +91,10 @@ class RolloutContract(ComponentContract):
 
         return self.run(work())
 
+    def _only_if_it_samples(self) -> None:
+        if not self.samples:
+            pytest.skip("samples = False: it asks no engine")
+
     # --- Rules ---
 
     def test_a_group_is_complete(self, tmp_path: Path) -> None:
@@ -112,6 +118,7 @@ class RolloutContract(ComponentContract):
 
     def test_sampled_tokens_are_the_engines(self, tmp_path: Path) -> None:
         """What is trained is what an engine returned, id by id, with its log-probability; text is never encoded again."""
+        self._only_if_it_samples()
         group, pool = self.group(tmp_path)
         answers = {(tuple(a.token_ids.tolist()), tuple(a.logprobs.tolist())) for a in pool.answers}
         for sample in group.samples:
@@ -130,6 +137,7 @@ class RolloutContract(ComponentContract):
 
     def test_siblings_differ_and_a_rerun_agrees(self, tmp_path: Path) -> None:
         """Every request has a seed of its own, and the same group gets the same seeds again."""
+        self._only_if_it_samples()
         first, again = (self.group(tmp_path)[1].requests for _ in range(2))
         seeds = [r.seed for r in first]
         assert len(set(seeds)) == len(seeds), f"two requests share a seed: {seeds}"
@@ -137,6 +145,7 @@ class RolloutContract(ComponentContract):
 
     def test_a_failure_is_data(self, tmp_path: Path) -> None:
         """A request that failed gives a sample that says so and trains nothing; its siblings are whole."""
+        self._only_if_it_samples()
         empty = {"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32), "versions": ()}
         group, _ = self.group(tmp_path, lambda r: Generation(id=r.id, finish="error", reason="the engine is gone", **empty))
         assert len(group.samples) >= self.num_samples
@@ -161,6 +170,7 @@ class RolloutContract(ComponentContract):
 
     def test_cancelling_ends_it(self, tmp_path: Path) -> None:
         """When `cancelled` is set, it ends at once, and samples that had not ended are "aborted"."""
+        self._only_if_it_samples()
 
         async def slow() -> SampleGroup:
             engine = ToyEngine(toy.ToyEngineConfig(token_seconds=0.05), self.make_context(tmp_path))
