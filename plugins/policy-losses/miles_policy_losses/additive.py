@@ -114,7 +114,7 @@ def value(x: LossInputs, config: ValueConfig) -> LossOutput:
     """
     values, old, returns = read(x, "values"), read(x, "old_values"), read(x, "returns")
     error = (values - returns).square()
-    metrics = {"value": mean_over(values, x), "return": mean_over(returns, x), "squared_error": mean_over(error, x)}
+    metrics = {"predicted": mean_over(values, x), "return": mean_over(returns, x), "squared_error": mean_over(error, x)}
     if config.clip is None:
         return LossOutput(per_token=error / 2, metrics=metrics, scope="value")
     held = old + (values - old).clamp(-config.clip, config.clip)

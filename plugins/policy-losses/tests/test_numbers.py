@@ -159,7 +159,7 @@ def test_value(dtype, v, old, returns, clip, value, gradient):
 def test_value_counts_what_was_clipped():
     columns = {"values": [1.0, 1.0, 9.0], "old_values": [0.0, 1.0, 0.0], "returns": [2.0, 2.0, 2.0]}
     metrics = support.numbers(support.evaluate("value", columns, mask=[1, 1, 0])[2])
-    assert metrics == {"clip_fraction": (1, 2, "mean"), "value": (2, 2, "mean"), "return": (4, 2, "mean"),
+    assert metrics == {"clip_fraction": (1, 2, "mean"), "predicted": (2, 2, "mean"), "return": (4, 2, "mean"),
                        "squared_error": (2, 2, "mean")}  # fmt: skip
 
 
