@@ -174,6 +174,12 @@ def detached(x: LossInputs) -> LossOutput:
     return LossOutput(per_token=policy_gradient(x).per_token.detach())
 
 
+@LOSS.breaks("test_no_advantage_gives_no_gradient_where_promised")
+def adds_a_term_of_its_own(x: LossInputs) -> LossOutput:
+    logprobs = x.get("logprobs")
+    return LossOutput(per_token=policy_gradient(x).per_token - 0.01 * logprobs.where(x.mask, logprobs.new_zeros(())))
+
+
 NEEDS_OLD = replace(
     suites.PolicyGradientOnToyArrays.component, needs=lambda config: frozenset({"logprobs", "old_logprobs"})
 )

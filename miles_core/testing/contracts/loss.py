@@ -134,6 +134,17 @@ class LossContract(ComponentContract):
         assert all(np.isfinite(g).all() for g in gradients.values())
         assert any(g.any() for g in gradients.values()), f"no gradient by any of {sorted(gradients)}"
 
+    def test_no_advantage_gives_no_gradient_where_promised(self, tmp_path: Path) -> None:
+        """With the trait `zero_advantage = "no-gradient"` a sequence without advantages has exactly zero gradient, whatever
+        the others have: such samples are not computed at all."""
+        if self.component.traits.get("zero_advantage") != "no-gradient":
+            pytest.skip("it makes no promise about tokens without advantage")
+        batch = self.microbatch()
+        dead = batch.seq_ids % 2 == 1
+        batch.advantages[dead] = 0.0
+        for name, gradient in self.result(tmp_path, batch).gradients.items():
+            assert not gradient[dead].any(), f"gradient by {name} without advantage: {gradient[dead]}"
+
     def test_far_apart_policies_stay_finite(self, tmp_path: Path) -> None:
         """Loss and gradient are finite where two log-probabilities differ by a thousand nats: exp(89) is inf in fp32."""
         result = self.result(tmp_path, self.microbatch(gap=1000.0))
@@ -162,10 +173,12 @@ class LossContract(ComponentContract):
         assert scope == trait, f'scope "{scope}", and the trait says "{trait}"'
 
     def test_metrics_can_be_merged(self, tmp_path: Path) -> None:
-        """A metric is (sum, count, reduce), detached and finite; those of two microbatches add up to that of both."""
+        """A metric is (sum, count, reduce), detached and finite; those of two microbatches add up to that of both. None is
+        named "value", under which a trainer reports the weighted loss itself."""
         batch = self.microbatch()
         whole, first = metrics_of(self.result(tmp_path, batch).output), batch.seq_ids < FIRST_PART
         parts = [metrics_of(self.result(tmp_path, batch.part(chosen)).output) for chosen in (first, ~first)]
+        assert "value" not in whole, 'the metric "value" is the weighted loss itself; call this one otherwise'
         for name, (total, count, reduce) in whole.items():
             assert reduce in ("mean", "sum", "max", "min") and np.isfinite(total), f"metric {name}: {total}, {reduce}"
             if reduce in ("mean", "sum"):

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from functools import partial
 from importlib.resources import files
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 import miles_policy_losses
+from miles_core import Environment
+from miles_core.errors import ConfigError
 
 torch = pytest.importorskip("torch")
 import losses_support as support  # noqa: E402 - needs torch
@@ -192,14 +195,24 @@ def test_what_each_loss_needs_and_requires():
     assert distill.needed(distill.config(divergence="forward", top_k=8)) == {"forward_kl:teacher:8"}
 
 
-def test_a_token_without_advantage_has_no_gradient_where_that_is_promised():
-    columns = {name: [value, value - 0.2] for name, value in ALL.items()}
-    promised = [n for n, c in COMPONENTS.items() if c.traits.get("zero_advantage") == "no-gradient"]
-    assert set(promised) == {"ppo-clip", "dapo", "gspo", "cispo", "sapo", "reinforce"}
-    for name in promised:
-        leaf, x = inputs(columns, advantages=[0, 0])
-        run(name, x).per_token.sum().backward()
-        assert leaf.tensors["logprobs"].grad.tolist() == [0, 0], name
+def test_which_losses_let_samples_without_advantage_be_left_out():
+    promised = {n for n, c in COMPONENTS.items() if c.traits.get("zero_advantage") == "no-gradient"}
+    assert promised == {"ppo-clip", "dapo", "gspo", "cispo", "sapo", "reinforce"}  # the contract suite holds them to it
+
+
+def test_F11_only_gspo_weighs_whole_sequences():
+    assert {n for n, c in COMPONENTS.items() if c.traits.get("ratio") == "sequence"} == {"gspo"}
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-mean"])
+def test_dapo_is_refused_with_another_aggregation(aggregation):
+    env = Environment(run_config=SimpleNamespace(train=SimpleNamespace(aggregation=aggregation)), where="loss[0].use")
+    check = partial(COMPONENTS["dapo"].check, COMPONENTS["dapo"].config(), env)
+    if aggregation == "token-mean":
+        check()
+    else:
+        with pytest.raises(ConfigError, match="the loss dapo is a mean over tokens"):
+            check()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("trl", reason='TRL is not installed: pip install "miles-core[trl]"')
+pytest.importorskip("trl", reason='TRL is not installed: pip install "miles-policy-losses[trl]"')
 import losses_support as support  # noqa: E402 - needs torch
 from trl.trainer.dpo_trainer import DPOTrainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
