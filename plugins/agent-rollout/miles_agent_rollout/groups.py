@@ -23,6 +23,8 @@ class Requests:
 
     context: RolloutContext
     running: set[str] = field(default_factory=set)
+    start: np.ndarray | None = None
+    """int32[P]: the prompt, rendered by the first trajectory that needed it."""
 
     @property
     def cancelled(self) -> bool:

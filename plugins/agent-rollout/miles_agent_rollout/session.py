@@ -119,6 +119,9 @@ class Session:
                 {"function": {"name": c["function"]["name"], "arguments": as_object(c["function"]["arguments"])}}
                 for c in reply.calls
             ]
+        else:  # some agents put back the stop string that ended an answer: it was sampled after all
+            plain = self.context.tokenizer.decode(answer.token_ids, skip_special=True)
+            self._answered[step(digest, {"role": "assistant", "content": plain})] = turn
         self._answered[step(digest, said)] = turn
         return reply
 

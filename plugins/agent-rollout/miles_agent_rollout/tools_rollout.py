@@ -50,12 +50,13 @@ class ToolsRollout(GroupRollout):
     def __init__(self, config: ToolsConfig, toolbox: Toolbox) -> None:
         self.config, self.toolbox = config, toolbox
         self.parse = get_parser(config.parser)
+        self.schemas = {name: tool.schema for name, tool in toolbox.tools.items()}
 
     async def trajectory(
         self, context: RolloutContext, requests: Requests, index: int, partial: Sequence[Sample]
     ) -> list[Sample]:
         params = sampling_of(context, index)
-        talk = self._begin(context, index)
+        talk = self._begin(requests, index)
         start = talk.context
         self._resume(talk, partial)
         outcome = await self._talk(context, requests, index, talk)
@@ -178,22 +179,24 @@ class ToolsRollout(GroupRollout):
 
     # --- Beginning and going on --------------------------------------------------------------------------------------
 
-    def _begin(self, context: RolloutContext, index: int) -> Talk:
-        prompt = context.prompt
+    def _begin(self, requests: Requests, index: int) -> Talk:
+        context, prompt = requests.context, requests.context.prompt
         messages = prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text or ""}]
         tools = self._tools_of(context)
-        ids = context.tokenizer.render(messages, tools, prompt.images).token_ids
+        if requests.start is None:
+            ids = context.tokenizer.render(messages, tools, prompt.images).token_ids
+            requests.start = np.asarray(ids, dtype=np.int32)
         return Talk(
             raw=list(messages),
             parsed=list(messages),
             tools=tools,
-            context=np.asarray(ids, dtype=np.int32),
+            context=requests.start,
             memory=ToolContext(prompt=prompt, index=index),
         )
 
     def _tools_of(self, context: RolloutContext) -> list[Any]:
         """Schemas shown to the model: of all tools, or of those that the prompt names."""
-        known = {name: tool.schema for name, tool in self.toolbox.tools.items()}
+        known = self.schemas
         if not context.prompt.tools:
             return list(known.values())
         names = [t if isinstance(t, str) else (t.get("function") or t).get("name") for t in context.prompt.tools]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import subprocess
+import sys
+import time
 import urllib.error
 import urllib.request
 
@@ -33,3 +38,31 @@ def two_questions(task):
     messages.append(ask(task, messages))
     messages.append({"role": "user", "content": "2"})
     return ask(task, messages)["content"]
+
+
+def environment(task):
+    """What a process sees; asks by the environment alone."""
+    task.base_url, task.api_key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    ask(task, [{"role": "user", "content": task.prompt}])
+    names = ("MILES_TEST_SECRET_TOKEN", "MILES_TEST_PLAIN", "MILES_TEST_API_KEY")
+    return {"reward": 0.5, "metadata": {"pid": os.getpid(), "env": {n: os.environ.get(n) for n in names}}}
+
+
+async def patient(task):
+    """A coroutine that asks in a thread of its own."""
+    reply = await asyncio.to_thread(ask, task, task.messages)
+    return reply["content"] + "!"
+
+
+def with_child(task):
+    """Starts a process that outlives everything, tells its id, and hangs."""
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    with open(task.metadata["pid_file"], "w") as file:
+        file.write(str(child.pid))
+    time.sleep(1000)
+
+
+def dies(task):
+    ask(task, task.messages)
+    print("my last words", file=sys.stderr, flush=True)
+    os._exit(9)

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
+import pytest
+
+pytest.importorskip("aiohttp", reason="the gateway needs aiohttp (miles-agent-rollout[runtime])")
 
 import miles_agent_rollout
+from miles_agent_rollout import AgentConfig
+from miles_agent_rollout.agent_rollout import AgentRollout
+from miles_agent_rollout.agents import ThreadAgent
 from miles_core.component import BuildContext
 from miles_core.engines import EnginePool
 from miles_core.errors import DataError
@@ -26,7 +33,7 @@ WORDS = {
     CALLED: "</tool_call>", 9: "<system>", 10: "<user>", 11: "<assistant>", 12: "<tool>",
 }  # fmt: skip
 SPECIAL = (4, 9, 10, 11, 12)
-WORDS |= {100 + i: chr(i) for i in range(9, 127)}
+WORDS |= {100 + i: chr(i) for i in range(9, 127)} | {99: "\ufffd"}
 BY_TEXT = sorted(((text, i) for i, text in WORDS.items()), key=lambda row: -len(row[0]))
 HERE = Path(__file__).parent
 
@@ -35,7 +42,7 @@ def ids(text: str) -> list[int]:
     """Greedy encoding."""
     found = []
     while text:
-        word, token = next(row for row in BY_TEXT if text.startswith(row[0]))
+        word, token = next((row for row in BY_TEXT if text.startswith(row[0])), (text[0], 99))
         found.append(token)
         text = text[len(word) :]
     return found
@@ -59,7 +66,7 @@ class WordTokenizer(Tokenizer):
         for place, message in enumerate(messages):
             content = message["content"] or ""
             before = messages[place - 1] if place else {}
-            if self.strict and message["role"] == "tool" and not (before.get("tool_calls") or before["role"] == "tool"):
+            if self.strict and message["role"] == "tool" and not (before.get("tool_calls") or before.get("role") == "tool"):
                 raise DataError("a tool message without a tool call")
             if self.strict and message["role"] == "assistant":
                 for row in message.get("tool_calls", ()):
@@ -78,7 +85,7 @@ class WordTokenizer(Tokenizer):
         return PromptTokens(token_ids=np.array(ids(text), np.int32), text=text)
 
     def decode(self, token_ids, *, skip_special=True):
-        return "".join(WORDS[int(t)] for t in token_ids if not (skip_special and int(t) in SPECIAL))
+        return "".join(WORDS.get(int(t), WORDS[99]) for t in token_ids if not (skip_special and int(t) in SPECIAL))
 
     stop_token_ids = (END,)
     vocab_size = 300
@@ -136,3 +143,13 @@ def run_group(rollout: str, options: dict, answers=(), *, prompt=None, engine=No
 
 def sampled(sample) -> list[int]:
     return sample.tokens[sample.loss_mask].tolist()
+
+
+def agent_group(function, *answers, options=None, **fields):
+    """(samples, engine, what the agent noted) of one group; `function(task, notes)` is the agent."""
+    notes: dict = {}
+    config = AgentConfig(agent="unused", **(options or {}))
+    built = AgentRollout(config, ThreadAgent(lambda task: function(task, notes)), logging.getLogger("test"))
+    group, engine, _ = run_group("agent", {}, answers, built=built, **fields)
+    notes["gateway"] = built._gateway
+    return group.samples, engine, notes

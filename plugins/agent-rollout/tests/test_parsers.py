@@ -21,15 +21,25 @@ def one(name, **arguments):
         ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "", one("f", x=1)),
         ('<tool_call>{"name": "f"}</tool_call>', "", one("f")),
         ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>', "", [*one("f"), *one("g")]),
-        ('<think><tool_call>{"name": "f"}</tool_call></think>no', '<think><tool_call>{"name": "f"}</tool_call></think>no', []),
-        ('<tool_call>{"name": "f"}</tool_call></think>no', '<tool_call>{"name": "f"}</tool_call></think>no', []),
         ('<think>x</think><tool_call>{"name": "f"}</tool_call>', "<think>x</think>", one("f")),
-        ('<think>never ends <tool_call>{"name": "f"}</tool_call>', '<think>never ends <tool_call>{"name": "f"}</tool_call>', []),
     ],
 )  # fmt: skip
 def test_hermes(text, content, calls):
     parsed = hermes(text)
     assert (parsed.content, parsed.calls) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<think><tool_call>{"name": "f"}</tool_call></think>no',
+        '<tool_call>{"name": "f"}</tool_call></think>no',  # the prompt opened the thinking
+        '<think>never ends <tool_call>{"name": "f"}</tool_call>',
+    ],
+)
+def test_R8_a_call_inside_thinking_is_no_call(text):
+    parsed = hermes(text)
+    assert (parsed.content, parsed.calls) == (text, [])
 
 
 @pytest.mark.parametrize(
