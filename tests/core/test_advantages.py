@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from acme import CONFIG, run_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import miles_core
@@ -202,11 +202,13 @@ def test_a_penalty_needs_the_reference_and_nothing_else_does(name, role):
 
 # --- Properties ------------------------------------------------------------------------------------------------------
 
+QUICK = settings(deadline=None, max_examples=40)
 REWARDS = st.lists(st.integers(-8, 8).map(float), min_size=2, max_size=6)
 NUMBERS = st.integers(-50, 50).map(lambda n: n / 8)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
+@QUICK
 @given(REWARDS, st.integers(-5, 5), st.integers(1, 5))
 def test_shift_changes_nothing_and_scale_only_scales(name, rewards, shift, scale):
     options = {"eps": 0.0} if name == "grpo" else {}
@@ -216,6 +218,7 @@ def test_shift_changes_nothing_and_scale_only_scales(name, rewards, shift, scale
     assert moved == pytest.approx([factor * a for a in plain], abs=1e-4)
 
 
+@QUICK
 @given(st.lists(st.lists(NUMBERS, max_size=9), max_size=6), st.sampled_from([0.0, 0.3, 0.95, 1.0]))
 def test_discounted_sums_are_those_of_the_plain_loop(rows, discount):
     want = []
@@ -231,6 +234,7 @@ def test_discounted_sums_are_those_of_the_plain_loop(rows, discount):
         assert mine.tolist() == pytest.approx(theirs)
 
 
+@QUICK
 @given(st.lists(NUMBERS, min_size=4, max_size=4), st.integers(1, 3), NUMBERS)
 def test_T3_gae_of_a_trajectory_does_not_depend_on_where_it_is_cut(values, cut, reward):
     whole = [make_sample(4, prompt_len=1, reward=reward)]

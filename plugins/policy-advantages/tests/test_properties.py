@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from advantage_support import last, run
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from miles_core.testing.samples import group_of, make_sample
 from miles_core.types import Score
 
+QUICK = settings(deadline=None, max_examples=40)
+"""No deadline: a busy machine is no failure."""
 REWARDS = st.lists(st.integers(-8, 8).map(float), min_size=2, max_size=5)
 BATCHES = st.lists(REWARDS, min_size=1, max_size=3)
 GDPO = {"weights": {"right": 1.0, "wrong": 0.5}, "eps": 0.0}
@@ -42,6 +44,7 @@ def groups(batch, shift=0.0, scale=1.0):
 
 
 @pytest.mark.parametrize(("name", "options", "degree"), FROM_REWARDS)
+@QUICK
 @given(BATCHES, st.integers(-5, 5).map(float), st.integers(1, 5).map(float))
 def test_a_shift_changes_nothing_and_a_scale_only_scales(name, options, degree, batch, shift, scale):
     plain = last(run(name, groups(batch), **options))
@@ -50,6 +53,7 @@ def test_a_shift_changes_nothing_and_a_scale_only_scales(name, options, degree, 
 
 
 @pytest.mark.parametrize(("name", "options"), [row[:2] for row in FROM_REWARDS])
+@QUICK
 @given(BATCHES, st.randoms(use_true_random=False))
 def test_the_order_of_groups_and_samples_does_not_matter(name, options, batch, random):
     plain = groups(batch)
@@ -80,6 +84,7 @@ CHAINS = [
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "+".join(name for name, _ in chain))
+@QUICK
 @given(st.lists(NUMBERS, min_size=2, max_size=4), st.integers(1, 3), st.data())
 def test_T3_where_a_trajectory_is_cut_does_not_matter(chain, rewards, cut, data):
     """Four tokens each, once whole and once with the first trajectory in two segments: the same advantage per token."""
@@ -105,6 +110,7 @@ def test_T3_where_a_trajectory_is_cut_does_not_matter(chain, rewards, cut, data)
         np.testing.assert_allclose(left, right, atol=1e-5)
 
 
+@QUICK
 @given(REWARDS, st.floats(-0.5, 0.5))
 def test_opo_takes_the_baseline_of_least_variance(rewards, away):
     """Squares of advantages, weighted by length, are what a gradient of independent tokens varies by."""
@@ -114,6 +120,7 @@ def test_opo_takes_the_baseline_of_least_variance(rewards, away):
     assert lengths @ best**2 <= lengths @ (best + away) ** 2 + 1e-6
 
 
+@QUICK
 @given(BATCHES)
 def test_reinforce_pp_has_mean_zero_and_deviation_one(batch):
     tokens = np.concatenate([row[1:] for row in run("reinforce-pp", groups(batch), eps=0.0).columns["advantages"]])
