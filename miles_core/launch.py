@@ -322,22 +322,24 @@ class RemoteEngine(EngineReplica):
 def role_specs(run: Any) -> list[RoleSpec]:
     """What a launcher must provide for `run` (a ResolvedRun): roles that fit into the driver's process are left out.
 
-    A component's trait "gpus", a number or a function of its options, says how many GPUs one worker needs.
+    A component's trait "gpus", a number or a function of its options, says how many GPUs one worker needs. An engine with
+    the trait python = "server" runs a server of its own under `engine.python`, which then says nothing of a worker.
     """
     trainer, engine = run.config.trainer, run.config.engine
+    python = None if run.one("engine").component.traits.get("python") == "server" else engine.python
     specs = []
     if trainer.num_workers > 1 or trainer.process:
         specs.append(
             RoleSpec(name="trainer", component=trainer.use, num_workers=trainer.num_workers, gpus=_gpus(run, "trainer"))
         )
-    if engine.process or engine.python:
+    if engine.process or python:
         specs.append(
             RoleSpec(
                 name="engine",
                 component=engine.use,
                 num_workers=engine.replicas,
                 gpus=_gpus(run, "engine"),
-                python=engine.python,
+                python=python,
                 restarts=ENGINE_RESTARTS,
             )
         )

@@ -117,7 +117,7 @@ class EngineTable(UseTable):
     process: bool = False
     """Run each replica in a process of its own instead of in the driver's."""
     python: str | None = None
-    """Interpreter of another environment for the engine's process."""
+    """Interpreter of another environment for the engine's process, or for the server that the engine starts."""
 
 
 class RewardTable(UseTable):

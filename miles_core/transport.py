@@ -94,6 +94,16 @@ def hash_bytes(data: Any) -> str:
     return hashlib.sha256(as_bytes(data)).hexdigest()
 
 
+def hash_folder(folder: Path) -> str:
+    """Hex SHA-256 over names and bytes of a folder's safetensors files, in the order of their names: what the message
+    "path" carries, and what an engine answers it with."""
+    total = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            total.update(f"{file.name}:{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
 def as_bytes(data: Any) -> np.ndarray:
     """uint8[nbytes], without a copy where the data is in this process's memory and contiguous. Tensors are told by
     their methods, so that nothing has to be imported for them."""
@@ -267,12 +277,7 @@ class DirectTransport(WeightTransport):
     async def _send(self, version: int, ends: list[_End], report: SyncReport) -> None:
         """begin and all data. The export is drained to its end even when no engine is left, since it is collective."""
         trainer, hashes = self._trainer, []
-        files = any(not end.local for end in ends)
-        options = {"handles": any(end.local for end in ends), "files": files, "prefix": self._prefix}
-        options["hash"] = files or self.hash_handles
-        plan = SendPlan(
-            version=version, bucket_bytes=self.bucket_bytes, transport="direct", options=options, timeout_s=self.timeout_s
-        )
+        plan = self._plan(version, ends)
         await self._deliver(ends, "begin", WeightMessage(kind="begin", version=version))
         await trainer.send_open(plan, timeout_s=self.timeout_s)
         while (messages := await trainer.send_next(timeout_s=self.timeout_s)) is not None:
@@ -283,6 +288,14 @@ class DirectTransport(WeightTransport):
                 await self._deliver(ends, f"bucket {message.bucket}", message, _check_sha)
         await trainer.send_close(timeout_s=self.timeout_s)
         report.hashes = tuple(hashes)
+
+    def _plan(self, version: int, ends: list[_End]) -> SendPlan:
+        files = any(not end.local for end in ends)
+        options = {"handles": any(end.local for end in ends), "files": files, "prefix": self._prefix}
+        options["hash"] = files or self.hash_handles
+        return SendPlan(
+            version=version, bucket_bytes=self.bucket_bytes, transport="direct", options=options, timeout_s=self.timeout_s
+        )
 
     async def _deliver(
         self, ends: list[_End], phase: str, message: WeightMessage, check: Callable[..., None] | None = None

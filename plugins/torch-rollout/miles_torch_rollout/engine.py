@@ -16,6 +16,7 @@ import torch
 from miles_core.component import BuildContext
 from miles_core.errors import EngineFailed, MilesError, WeightSyncFailed
 from miles_core.interfaces import EngineReplica
+from miles_core.transport import hash_folder
 from miles_core.types import GenerateRequest, Generation, RoleSpec, WeightMessage
 from miles_torch_rollout import CAPABILITIES, TorchEngineConfig
 from miles_torch_rollout import load as loading
@@ -257,8 +258,9 @@ class TorchEngine(EngineReplica):
                 self._update.write(spec, data)
             return {"sha": sha}
         if message.kind == "path":
-            self._update.read_folder(Path(message.body["path"]))
-            return {"sha": ""}
+            folder = Path(message.body["path"])
+            self._update.read_folder(folder)
+            return {"sha": hash_folder(folder) if message.sha else ""}
         if message.kind == "commit":
             self._update.finish()
             self._batch.cache.clear()
