@@ -193,9 +193,14 @@ def _record(
 ) -> None:
     number = value.item()
     tally.loss += number
-    prefix = f"{'critic/' if out.scope == 'value' else ''}loss/{term.name}"
+    prefix = f"loss/{term.name}"
+    if out.scope == "value":
+        prefix = f"critic/{prefix}"
+        tally.add("critic/loss", (number, 1.0, "sum"))
     tally.add(f"{prefix}/value", (number, 1.0, "sum"))
     for name, metric in out.metrics.items():
+        if name == "value":
+            raise ContractError(f'loss "{term.name}" has a metric "value", which is the name of the weighted loss itself')
         tally.add(f"{prefix}/{name}", metric)
     if not math.isfinite(number):
         bad = x.seq_ids[~torch.isfinite(weighted.detach())].unique().tolist() or range(len(micro.indices))

@@ -1,5 +1,7 @@
 """KL between whole distributions, against log_softmax written out. R rows, V vocabulary, E and F hidden sizes, P pairs."""
 
+from itertools import pairwise
+
 import fsdp_support as support
 import numpy as np
 import pytest
@@ -82,7 +84,7 @@ def test_the_top_k_form_is_a_lower_bound_that_grows_with_k():
     for reverse in (True, False):
         values = [divergence(policy, other, reverse=reverse, k=k, chunk_rows=8) for k in (1, 5, 20, V)]
         full = divergence(policy, other, reverse=reverse, k=0, chunk_rows=8)
-        for smaller, larger in zip(values, values[1:], strict=False):
+        for smaller, larger in pairwise(values):
             assert (smaller <= larger + 1e-5).all() and (smaller >= -1e-6).all()
         torch.testing.assert_close(values[-1], full, rtol=0, atol=0)
 
@@ -153,7 +155,8 @@ def test_distillation_equals_whole_logits_in_plain_torch(tiny, teacher, name, op
     model, other = support.plain_model(tiny["qwen3"]), support.plain_model(teacher)
     rows = list(plain_divergences(model, other, batch, name))
     total = sum(
-        (w[1] * row[torch.as_tensor(m)]).sum() for w, m, row in zip(batch.token_weights["policy"], batch.mask, rows)
+        (w[1] * row[torch.as_tensor(m)]).sum()
+        for w, m, row in zip(batch.token_weights["policy"], batch.mask, rows, strict=True)
     )
     total.backward()
     rank = rank_of(tiny["qwen3"], [distill(name)], roles={"teacher": {"path": str(teacher)}}, needs=(name,), **options)
@@ -208,5 +211,7 @@ def test_vocabularies_may_differ_above_the_tokenizers_own(tiny, tmp_path, tokens
     model, other = support.plain_model(tiny["llama"]), support.plain_model(tmp_path)
     other.lm_head.weight.data = other.lm_head.weight.data[:VOCAB]
     rows = plain_divergences(model, other, batch, NAMES[0])
-    total = sum((w * m * r.detach().numpy()).sum() for w, m, r in zip(batch.token_weights["policy"], batch.mask, rows))
+    total = sum(
+        (w * m * r.detach().numpy()).sum() for w, m, r in zip(batch.token_weights["policy"], batch.mask, rows, strict=True)
+    )
     assert rank.step(batch).loss == pytest.approx(total, rel=1e-5)

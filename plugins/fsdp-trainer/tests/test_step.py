@@ -303,6 +303,14 @@ def test_a_loss_of_the_wrong_shape_is_refused(tiny):
         rank_of(tiny["llama"], [("mean", lambda x: LossOutput(per_token=x.get("logprobs").mean()))]).step(random_batch())
 
 
+def test_a_metric_with_the_name_of_the_weighted_loss_is_refused(tiny):
+    def clash(x):
+        return LossOutput(per_token=-x.get("logprobs"), metrics={"value": (1.0, 1.0, "mean")})
+
+    with pytest.raises(ContractError, match='loss "clash" has a metric "value"'):
+        rank_of(tiny["llama"], [("clash", clash)]).step(random_batch())
+
+
 def test_metrics_are_exact_over_microbatches(tiny):
     batch = random_batch()
     reports = [rank_of(tiny["llama"], [NLL], **options).step(batch) for options in ({}, {"max_tokens": 20})]
