@@ -54,7 +54,7 @@ def test_length_drops_groups_with_too_many_answers_outside(numbers, options, rea
 def test_T4_length_counts_what_was_sampled_over_all_segments():
     # Two segments with 2 and 1 sampled tokens (and 2 of a tool) are an answer of 3.
     segments = [make_sample(4, mask=[1, 1, 0, 0], segment=0), make_sample(1, segment=1)]
-    group = group_of([*segments, make_sample(3, index=1)])
+    group = group_of([*segments, make_sample(9, index=1)])
     assert check("length", group, min_tokens=3).keep and not check("length", group, min_tokens=4).keep
 
 

@@ -11,7 +11,7 @@ import pytest
 from miles_core.errors import ConfigError, DataError
 from miles_core.interfaces import DataSource
 from miles_core.prompts import PromptFeed
-from miles_core.testing.samples import make_group
+from miles_core.testing.samples import group_of, make_group, make_sample
 from miles_core.types import Prompt, PromptTokens
 
 
@@ -117,6 +117,45 @@ def test_a_sampler_that_keeps_nothing_is_an_error_and_not_a_loop() -> None:
 
     with pytest.raises(DataError, match="the sampler kept nothing"):
         feed(3, sampler=Nothing())[0].take(1)
+
+
+class Twice:
+    """Picks every prompt twice, which is more than was asked for."""
+
+    def pick(self, prompts: list[Prompt], history: Mapping[str, Any]) -> list[Prompt]:
+        return [p for p in prompts for _ in range(2)]
+
+
+def test_what_a_sampler_picks_too_many_waits_and_each_pick_is_a_draw_of_its_own() -> None:
+    prompts, _ = feed(3, 3, 3, sampler=Twice())
+    prompts.check(groups_per_step=1)  # asks no sampler
+    first = prompts.take(3)
+    assert [p.id for p in first] == ["0", "0", "1"]
+    copy, _ = feed(3, 3, 3, sampler=Twice())
+    copy.restore(prompts.state())
+    for one in (prompts, copy):
+        rest = one.take(4)
+        assert [p.id for p in rest] == ["1", "2", "2", "0"]
+        assert [p.draw for p in first + rest] == list(range(7))
+
+
+def test_history_is_of_the_steps_before_whatever_ends_first() -> None:
+    prompts, _ = feed(3, 3, sampler=Twice())
+    for order, reward in ((1, 1.0), (0, 0.0)):  # the second group of prompt "p" ends first
+        group = make_group([reward, reward])
+        group.order = order
+        prompts.remember(group)
+    assert prompts.history == {}
+    prompts.settle()
+    assert prompts.history == {"p": 1.0}
+
+
+def test_T3_history_counts_trajectories_and_not_segments() -> None:
+    prompts, _ = feed(3, sampler=Twice())
+    segments = [make_sample(reward=1.0, segment=s) for s in range(3)]
+    prompts.remember(group_of([*segments, make_sample(index=1, reward=0.0)]))
+    prompts.settle()
+    assert prompts.history == {"p": 0.5}  # two votes, not four
 
 
 def test_a_kind_that_nothing_would_use_is_refused(tmp_path: Any) -> None:

@@ -241,7 +241,8 @@ def extreme(gap: float, *, masked: bool = False) -> CorrectionInputs:
 @pytest.mark.parametrize("name", ["tis", "mis", "icepop", "rejection"])
 @pytest.mark.parametrize("gap", [89.0, -89.0, 1000.0, -1000.0])
 def test_F7_ratios_that_overflow_are_finite_and_counted(name, gap):
-    output = build(name)(extreme(gap))  # exp(89) is infinite in fp32
+    with np.errstate(over="raise", invalid="raise"):
+        output = build(name)(extreme(gap))  # exp(89) is infinite in fp32, exp(1000) in fp64
     assert value(output, "log_ratio_clamped") == 1
     assert all(np.isfinite(row).all() for row in output.multiplier or ())
 
@@ -268,11 +269,11 @@ def test_F7_log_probabilities_that_are_not_finite_name_sample_and_correction(nam
     assert f"correction/{name}: {column} of sample p@0/1 is {bad} at token 5" in text and "1 of 5 trainable" in text
 
 
-def test_an_empty_sample_is_in_nobodys_way():
-    # E1: a sample without tokens between two others; its neighbours' sums must not leak into it.
-    output = build("mis")(minibatch([1.5], [], [4]))
+def test_E1_an_empty_segment_does_not_borrow_from_its_neighbour():
+    # An empty segment of t stands between its other one, 1.5, and another trajectory with 4: t stays at 1.5 < 2.
+    output = build("mis")(minibatch([1.5], [], [4], trajectories=["t", "t", "u"]))
     assert answer(output.mask) == [[True], [], [False]]
-    assert value(output, "masked_high") == 0.5  # of two sequences that have a token
+    assert value(build("mis")(minibatch([1.5], [], [4])), "masked_high") == 0.5  # of two sequences that have a token
 
 
 # --- Refusals --------------------------------------------------------------------------------------------------------
