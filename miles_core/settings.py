@@ -127,7 +127,7 @@ class RewardTable(UseTable):
     name: str | None = None
     """Name of the score; the component's by default. Needed when one reward is used twice."""
     weight: float = 1.0
-    """Factor in the combined reward."""
+    """Factor in the combined reward. A score of weight 0 is logged and counts in nothing."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Time limit per sample (per group for group rewards); the worker is killed after it."""
     on_timeout: Literal["no-verdict", "zero"] = "no-verdict"
@@ -138,7 +138,9 @@ class RewardsTable(ComponentConfig):
     """How scores become one reward, and the workers that compute them."""
 
     combine: Literal["sum", "product", "gate"] = "sum"
-    """Weighted sum; product of weighted scores; or gate: the first score, if not positive, decides alone."""
+    """Weighted sum; product of weighted scores; or gate: the first score that counts, times its weight, is the reward alone
+    where it is not positive, and otherwise the sum is. Where a score that counts has no verdict, there is no reward,
+    but for those behind a closed gate."""
     workers: int = Field(default=1, gt=0)
     """Reward worker processes."""
 

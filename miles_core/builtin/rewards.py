@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import field_validator
 
+from miles_core.answers import before_end
 from miles_core.component import BuildContext, Component, ComponentConfig
 from miles_core.types import Sample
 
@@ -51,7 +52,9 @@ class ExactMatch:
         return float(answer is not None and any(answer == self._normal(str(one)) for one in labels))
 
     def answer(self, response: str) -> str | None:
-        """The part of a response that is compared, or None when it has no such part."""
+        """The part of a response that is compared, or None when it has no such part. An end-of-text token that a tokenizer
+        left in the text, and what follows it, is no part of the answer."""
+        response = before_end(response)
         if self.config.after is not None:
             _, marker, response = response.rpartition(self.config.after)
             if not marker:

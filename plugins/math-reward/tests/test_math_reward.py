@@ -111,6 +111,27 @@ def score_in_worker(*samples: Sample, timeout_s: float) -> tuple[list[float | No
     return [s.reward for s in samples], dict(scorer.counters)
 
 
+def test_R6_right_in_ray_actors_of_both_sorts(monkeypatch, tmp_path):
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else it writes a token into the home folder
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+
+    class Blocking:
+        def score(self):
+            return score(*THIRD)
+
+    class Awaited:
+        async def score(self):
+            return score(*THIRD)
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        actors = [ray.remote(kind).remote() for kind in (Blocking, Awaited)]
+        assert ray.get([actor.score.remote() for actor in actors], timeout=60) == [1.0, 1.0]
+    finally:
+        ray.shutdown()
+
+
 def test_R6_right_in_a_reward_worker_with_a_bound_that_holds():
     """An integer that sympy would expand for longer than anyone waits: only its sample is lost."""
     endless = r"\boxed{\sqrt{9^{9^{9^{9}}}}}"

@@ -81,10 +81,12 @@ class JudgeConfig(ServerConfig):
     """The number that becomes the score 0."""
     high: float = 10.0
     """The number that becomes the score 1. What lies outside is no verdict."""
-    temperature: float | None = Field(default=0.0, ge=0)
-    """Sampling temperature; none is sent when null."""
-    max_tokens: int | None = Field(default=1024, gt=0)
-    """Longest reply; none is sent when null."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature."""
+    max_tokens: int = Field(default=1024, gt=0)
+    """Longest reply, thinking included."""
+    omit: tuple[Literal["temperature", "max_tokens"], ...] = ()
+    """Which of these two not to send, since some models refuse them; `body` may then hold what they take instead."""
     body: dict[str, Any] = Field(default_factory=dict)
     """Further entries of the request, as the server knows them."""
     cache: bool = True
@@ -120,7 +122,7 @@ class JudgeConfig(ServerConfig):
     def _fits(self) -> JudgeConfig:
         if self.low >= self.high:
             raise ValueError(f"low = {self.low:g} is not below high = {self.high:g}")
-        taken = sorted({"model", "messages", "temperature", "max_tokens", "stream"} & self.body.keys())
+        taken = sorted(({"model", "messages", "stream", "temperature", "max_tokens"} - {*self.omit}) & self.body.keys())
         if taken:
             raise ValueError(f"body holds {taken[0]}, which has an option of its own or is not supported")
         return self

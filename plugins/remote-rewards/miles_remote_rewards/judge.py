@@ -63,8 +63,8 @@ class JudgeReward:
         user = re.sub(r"\{(\w+)\}", lambda place: found[place[1]], config.template)
         system = [{"role": "system", "content": config.system}] if config.system else []
         request: dict[str, Any] = {"model": config.model, "messages": [*system, {"role": "user", "content": user}]}
-        for name, value in (("temperature", config.temperature), ("max_tokens", config.max_tokens)):
-            request |= {} if value is None else {name: value}
+        numbers = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+        request |= {name: value for name, value in numbers.items() if name not in config.omit}
         return request | config.body
 
     def verdict(self, reply: str) -> float | str:

@@ -108,6 +108,13 @@ def test_what_is_sent(tmp_path):
     assert headers["Authorization"] == f"Bearer {KEY}"
 
 
+def test_what_a_model_refuses_is_left_out(tmp_path):
+    request = judge(Server(), tmp_path, omit=("temperature", "max_tokens"), body={"max_completion_tokens": 9}).request(
+        sample()
+    )
+    assert request.keys() == {"model", "messages", "max_completion_tokens"}
+
+
 def test_a_response_cannot_close_its_mark(tmp_path):
     made = judge(Server(), tmp_path)
     fences = set()

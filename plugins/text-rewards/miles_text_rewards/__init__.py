@@ -13,7 +13,7 @@ class FormatConfig(ComponentConfig):
     """Options of the reward `format`."""
 
     tags: tuple[str, ...] = ("think", "answer")
-    """The response is <think>...</think><answer>...</answer> for these names, in this order, each once. Empty: only
+    """The response is `<think>...</think><answer>...</answer>` for these names, in this order, each once. Empty: only
     `pattern` counts."""
     strict: bool = True
     """Nothing but white space stands before, between and after the tags."""
@@ -106,7 +106,7 @@ class F1Config(ComponentConfig):
     """Harmonic mean of precision and recall of the words; or 1 when they are all the same in the same order, else 0."""
     after: str | None = None
     """Only the text after the last occurrence of this marker is the answer; without it the score is 0. The text inside the
-    last <answer>...</answer> counts where there is one."""
+    last `<answer>...</answer>` counts where there is one."""
     lower: bool = True
     """Upper and lower case are the same."""
     punctuation: bool = False
