@@ -75,12 +75,13 @@ def test_pairs_are_found_wherever_they_stand():
 
 
 def test_many_pairs_of_long_answers_are_told_apart():
-    """Pair numbers are means over thousands of tokens: in fp32 they would not be exact."""
-    n, first = 5001, 4099
-    ids = [i for pair in range(first, first + 3) for i in [pair] * (2 * n)]
-    sign = ([1.0] * n + [-1.0] * n) * 3
-    logprobs = [v for h in (1.0, 2.0, 3.0) for v in [h / n] * n + [0.0] * n]
+    """The number of a pair is a mean over thousands of tokens, another count on each side: in fp32, 5001 * 4099 is beyond
+    2^24, and the two sides of a pair would not have the same number."""
+    long, short, first = 5001, 4001, 4099
+    ids = [float(i) for pair in range(first, first + 3) for i in [pair] * (long + short)]
+    sign = ([1.0] * long + [-1.0] * short) * 3
+    logprobs = [v for h in (1.0, 2.0, 3.0) for v in [h / long] * long + [-1 / short] * short]
     columns = {"logprobs": logprobs, "reference_logprobs": [0.0] * len(ids), "pair_ids": ids, "pair_sign": sign}
-    seq_ids = [s for s in range(6) for _ in range(n)]
+    seq_ids = [s for s in range(6) for _ in range((long, short)[s % 2])]
     got, _, _ = support.evaluate("dpo", columns, seq_ids=seq_ids, options={"beta": 1.0})
-    assert got[:: 2 * n] == pytest.approx([NLL(1), NLL(2), NLL(3)], rel=1e-4)
+    assert got[:: long + short] == pytest.approx([NLL(2), NLL(3), NLL(4)], rel=1e-4)  # m = h + 1
