@@ -29,14 +29,14 @@ def _truncated_sampling(run: ResolvedRun) -> Iterator[str]:
     Log-probabilities on both sides are those of the whole distribution. What is sampled from a nucleus that holds the
     mass m has a true log-probability that is higher by -log(m): one factor m per token, 0.8**100 = 2e-10 for a hundred.
     """
-    sampling, where = run.config.rollout.sampling, run.tables.where
+    sampling = run.config.rollout.sampling
     cut = [f"top_p = {sampling.top_p:g}"] * (sampling.top_p < 1) + [f"top_k = {sampling.top_k}"] * (sampling.top_k > 0)
     for kind in ("loss", "correction") if cut else ():
         for chosen in run.all(kind):
             if trait(chosen.component, "ratio", chosen.options) == "sequence":
                 yield (
                     f"{chosen.where}: {chosen.label} weighs whole sequences by their probability, and "
-                    f"{where(('rollout', 'sampling'))} cuts the distribution that they are sampled from "
+                    f"rollout.sampling cuts the distribution that they are sampled from "
                     f"({', '.join(cut)}): the mass that was cut is missing once per token, which no ratio of a sequence "
                     f"survives; set top_p = 1 and top_k = 0, or choose a {kind} with one ratio per token"
                 )
