@@ -52,4 +52,5 @@ class TestLlama(TestQwen3):
 
 class TestQwen3Moe(TestQwen3):
     model = "qwen3-moe"
+    long_tokens = 120
     options = {**TestQwen3.options, "server_args": MOE_ARGS}
