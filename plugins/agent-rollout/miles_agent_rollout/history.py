@@ -35,17 +35,14 @@ def continued(
 ) -> np.ndarray | None:
     """int32[C]: `so_far` and the ids of what a conversation adds to it, or None when no version of the conversation begins
     with the text of `so_far`. Versions differ in how answers are told: raw text, or parsed tool calls."""
-    said = tokenizer.decode(so_far, skip_special=False)
     for messages in versions:
         try:
-            ids = tokenizer.render(messages, tools).token_ids
+            ids = np.asarray(tokenizer.render(messages, tools).token_ids)
         except (ConfigError, DataError):  # some templates want parsed tool calls, some refuse them
             continue
-        whole = tokenizer.decode(ids, skip_special=False)
-        if len(whole) > len(said) and whole.startswith(said):
-            new = _after(tokenizer, np.asarray(ids), so_far, said, whole)
-            if new is not None:
-                return np.concatenate([so_far, new]).astype(np.int32)
+        new = _new_ids(tokenizer, ids, so_far)
+        if new is not None:
+            return np.concatenate([so_far, new]).astype(np.int32)
     return None
 
 
@@ -70,9 +67,21 @@ def appended(tokenizer: Tokenizer, so_far: np.ndarray, new: Sequence[Message], t
     return np.concatenate([so_far, rest]).astype(np.int32)
 
 
-def _after(tokenizer: Tokenizer, ids: np.ndarray, so_far: np.ndarray, said: str, whole: str) -> np.ndarray | None:
-    """Ids of the text after `said`: cut out of the rendered ones where a token ends there, else encoded by themselves."""
-    cut = _boundary(tokenizer, ids, said, guess=len(so_far))
+def _new_ids(tokenizer: Tokenizer, ids: np.ndarray, so_far: np.ndarray) -> np.ndarray | None:
+    """Ids of the text that `ids` add to that of `so_far`, or None when theirs does not begin with it.
+
+    Texts are compared from shortly before the first id that differs: what stands before is the same, and long.
+    """
+    size = min(len(ids), len(so_far))
+    differ = np.flatnonzero(ids[:size] != so_far[:size])
+    at = max((int(differ[0]) if len(differ) else size) - LOOK_AHEAD, 0)
+    ids, so_far = ids[at:], so_far[at:]
+    said, whole = (tokenizer.decode(part, skip_special=False) for part in (so_far, ids))
+    if len(whole) <= len(said) or not whole.startswith(said):
+        return None
+    if not len(differ):
+        return ids[len(so_far) :]
+    cut = _boundary(tokenizer, ids, said)
     if cut is not None:
         return ids[cut:]
     none, new = tokenizer.encode("").token_ids, tokenizer.encode(whole[len(said) :]).token_ids
@@ -82,14 +91,12 @@ def _after(tokenizer: Tokenizer, ids: np.ndarray, so_far: np.ndarray, said: str,
     return np.asarray(new) if together == whole else None
 
 
-def _boundary(tokenizer: Tokenizer, ids: np.ndarray, text: str, guess: int) -> int | None:
+def _boundary(tokenizer: Tokenizer, ids: np.ndarray, text: str) -> int | None:
     """k such that `ids[:k]` stand for `text`, if there is one; found by bisection on the length of the text."""
 
     def text_of(k: int) -> str:
         return tokenizer.decode(ids[:k], skip_special=False)
 
-    if guess <= len(ids) and text_of(guess) == text:
-        return guess
     low, high = 0, len(ids)
     while low < high:
         middle = (low + high) // 2

@@ -216,6 +216,19 @@ def test_stop_and_max_tokens_reach_the_engine():
     assert sampled(sample)[:3] == [HE, LLO, END]  # the client saw less than was sampled, and it is one segment
 
 
+def test_a_stop_string_that_the_agent_puts_back_is_no_rewrite():
+    """It was sampled, and only cut from the answer: the same conversation, one segment."""
+
+    def agent(task, notes):
+        reply = ask(task, [USER], stop=["llo"])
+        notes["told"] = reply["content"]
+        ask(task, [USER, {"role": "assistant", "content": reply["content"] + "llo"}, AGAIN])
+
+    (sample,), _, notes = agent_group(agent, [HE, LLO], [HELLO, END])
+    assert notes["told"] == "he"
+    assert sampled(sample) == [HE, LLO, HELLO, END] and sample.metadata["rewrites"] == 0
+
+
 def test_usage_and_logprobs_are_filled():
     def agent(task, notes):
         notes["reply"] = post(task, {"model": "m", "messages": [USER], "logprobs": True})[1]

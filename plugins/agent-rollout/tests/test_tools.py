@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import agent_demo_tools
@@ -225,11 +226,13 @@ def test_what_the_model_reads_of_a_call(answer, said, counted):
 @pytest.mark.parametrize("isolate", [False, True])
 def test_R5_a_tool_that_hangs_is_told_to_the_model(isolate, tmp_path):
     options = {"tool_timeout_s": 0.3, "isolate_tools": isolate, "workers": 1}
+    began = time.monotonic()
     group, engine = tools_group(call("spin"), call("add", a=1), tools=("spin", "add"), options=options, run_dir=tmp_path)
     texts = [WordTokenizer().decode(r.token_ids, skip_special=False) for r in engine.requests[1:]]
     assert texts[0].endswith("<tool>error: spin did not answer within 0.3 s<end><assistant>")
     assert texts[1].endswith("<tool>2<end><assistant>")  # the next call finds a tool that works
     assert group.samples[0].metadata["tool_timeouts"] == 1
+    assert time.monotonic() - began < 8, "0.3 s, and two starts of a process"
 
 
 def test_an_isolated_tool_may_die(tmp_path):
