@@ -103,7 +103,7 @@ class SglangEngine(EngineReplica):
             needs_text=run.rollout.use != "single-turn" or any(table.stop for table in sampling),
             replicas=run.engine.replicas,
             api_key=context.secrets.get("SGLANG_API_KEY", "") or "",
-            log=context.logger,
+            log=_speaking(context.logger),
         )
 
     # --- Life --------------------------------------------------------------------------------------------------------
@@ -283,3 +283,10 @@ def allow_sockets(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def _speaking(log: logging.Logger) -> logging.Logger:
+    """A server's start takes minutes: its progress is shown unless someone has chosen another level."""
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+    return log
