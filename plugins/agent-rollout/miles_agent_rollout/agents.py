@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import math
+import os
 import re
 import shutil
 import tempfile
@@ -209,7 +210,13 @@ def make_agent(function: str, command: Sequence[str], mode: str, log_dir: Path, 
     if command:
         if shutil.which(command[0]) is None:
             raise ConfigError(f'there is no program "{command[0]}" (of "command")', "give a path, or put it on PATH")
-        return CommandAgent(command, declared)
+        for argument in command[1:]:
+            if not os.path.isabs(argument) and os.path.isfile(argument):
+                raise ConfigError(
+                    f'the argument "{argument}" (of "command") is a file here, but each agent works in a folder of its own',
+                    f"give its absolute path: {Path(argument).resolve()}",
+                )
+        return CommandAgent([str(Path(shutil.which(command[0]) or "").absolute()), *command[1:]], declared)
     found = load(function, "agent")
     if mode == "process":
         return ProcessAgent(reference_to(found), log_dir, declared)

@@ -47,15 +47,14 @@ class Requests:
 
     async def unless_cancelled(self, work: asyncio.Future[Any]) -> bool:
         """Whether `work` ended before the group was cancelled; where it did not, it has been cancelled too."""
-        if self.context.cancelled is None:
-            await asyncio.wait({work})
-            return True
-        watch = asyncio.ensure_future(self.context.cancelled.wait())
+        cancelled = self.context.cancelled
+        watch = asyncio.ensure_future(cancelled.wait()) if cancelled is not None else None
         try:
-            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, watch} if watch else {work}, return_when=asyncio.FIRST_COMPLETED)
             return work.done()
         finally:
-            watch.cancel()
+            if watch is not None:
+                watch.cancel()
             if not work.done():
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)

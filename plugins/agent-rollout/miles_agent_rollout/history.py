@@ -31,13 +31,17 @@ def answer_text(tokenizer: Tokenizer, answer: Generation) -> str:
 
 
 def continued(
-    tokenizer: Tokenizer, so_far: np.ndarray, versions: Iterable[Sequence[Message]], tools: Sequence[Any]
+    tokenizer: Tokenizer,
+    so_far: np.ndarray,
+    versions: Iterable[Sequence[Message]],
+    tools: Sequence[Any],
+    images: Sequence[Any] = (),
 ) -> np.ndarray | None:
     """int32[C]: `so_far` and the ids of what a conversation adds to it, or None when no version of the conversation begins
     with the text of `so_far`. Versions differ in how answers are told: raw text, or parsed tool calls."""
     for messages in versions:
         try:
-            ids = np.asarray(tokenizer.render(messages, tools).token_ids)
+            ids = np.asarray(tokenizer.render(messages, tools, images).token_ids)
         except (ConfigError, DataError):  # some templates want parsed tool calls, some refuse them
             continue
         new = _new_ids(tokenizer, ids, so_far)

@@ -19,7 +19,7 @@ from miles_agent_rollout.history import answer_text, appended, continued
 from miles_agent_rollout.parsers import Parsed, Parser
 from miles_agent_rollout.tools import dumps
 from miles_agent_rollout.turns import Message, Turn, trajectory_id
-from miles_core.errors import RunFailed, UserError
+from miles_core.errors import ContractError, MilesError, RunFailed, UserError
 from miles_core.seeds import derive_seed
 from miles_core.types import GenerateRequest, Generation
 
@@ -49,7 +49,8 @@ class Session:
         self.truncated = ""
         """Why a request was refused, or an answer cut, for want of room."""
         self.failure = ""
-        self.fatal: RunFailed | None = None
+        self.fatal: MilesError | None = None
+        """What must fail the run: no engine is left, or one breaks its contract."""
         self.over = asyncio.Event()
         """Set when the session was closed before its agent ended."""
         self.reaped = False
@@ -141,9 +142,9 @@ class Session:
         )
         try:
             answer = await self.requests.generate(request)
-        except RunFailed as error:
+        except (RunFailed, ContractError) as error:
             self.fatal = error
-            raise ApiError(503, f"no engine is left: {error}", "no_engine") from error
+            raise ApiError(503, f"no engine can answer: {error}", "no_engine") from error
         if self.closed:
             raise self._closed_error()
         if answer.finish in ("error", "timeout"):

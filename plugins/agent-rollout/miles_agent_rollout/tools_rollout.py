@@ -160,6 +160,8 @@ class ToolsRollout(GroupRollout):
     def _extend(self, tokenizer: Tokenizer, talk: Talk, calls: Sequence[Call], answers: list[Message]) -> None:
         """The next context: what was sampled, id by id, and the new messages; a rewritten history opens a segment."""
         turn = talk.turns[-1]
+        assert talk.memory is not None
+        images = talk.memory.prompt.images
         told = self._parsed(tokenizer, turn.answer)
         rows = [
             {"id": _call_id(talk, i), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
@@ -170,12 +172,12 @@ class ToolsRollout(GroupRollout):
         if self.config.history == "append":
             talk.context, talk.parent = appended(tokenizer, turn.ids, answers, talk.tools), turn
             return
-        ids = continued(tokenizer, turn.ids, (talk.raw, talk.parsed), talk.tools)
+        ids = continued(tokenizer, turn.ids, (talk.raw, talk.parsed), talk.tools, images)
         if ids is not None:
             talk.context, talk.parent = ids, turn
         else:
             talk.counts["rewrites"] += 1
-            talk.context, talk.parent = _render(tokenizer, (talk.raw, talk.parsed), talk.tools), None
+            talk.context, talk.parent = _render(tokenizer, (talk.raw, talk.parsed), talk.tools, images), None
 
     # --- Beginning and going on --------------------------------------------------------------------------------------
 
@@ -228,14 +230,16 @@ def _with_answer(messages: Sequence[Message], answer: Message) -> list[Message]:
     return [*messages, {"role": "assistant", **answer}]
 
 
-def _render(tokenizer: Tokenizer, versions: Sequence[Sequence[Message]], tools: Sequence[Any]) -> np.ndarray:
+def _render(
+    tokenizer: Tokenizer, versions: Sequence[Sequence[Message]], tools: Sequence[Any], images: Sequence[Any]
+) -> np.ndarray:
     """The first version of a conversation that the template takes. Raises what it says about the last one."""
     for messages in versions[:-1]:
         try:
-            return np.asarray(tokenizer.render(messages, tools).token_ids, dtype=np.int32)
+            return np.asarray(tokenizer.render(messages, tools, images).token_ids, dtype=np.int32)
         except ValueError:  # UserError: some templates want parsed tool calls
             continue
-    return np.asarray(tokenizer.render(versions[-1], tools).token_ids, dtype=np.int32)
+    return np.asarray(tokenizer.render(versions[-1], tools, images).token_ids, dtype=np.int32)
 
 
 def _call_id(talk: Talk, place: int) -> str:

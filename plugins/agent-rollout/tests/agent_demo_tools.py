@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
@@ -55,8 +56,8 @@ def first_is_call(text: str):
     return Parsed(content=text, calls=[Call(name="add", arguments={"a": 1})] if text == "he" else [])
 
 
-def nap() -> str:
-    time.sleep(0.4)
+async def nap() -> str:
+    await asyncio.sleep(10)
     return "slept"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from agent_demo_agents import ask
 
 pytest.importorskip("aiohttp", reason="the gateway needs aiohttp (miles-agent-rollout[runtime])")
 
@@ -24,6 +25,7 @@ from miles_core.component import BuildContext
 from miles_core.engines import EnginePool
 from miles_core.errors import DataError
 from miles_core.interfaces import Tokenizer
+from miles_core.testing.clock import run_virtual
 from miles_core.testing.engines import StubEngine
 from miles_core.types import GenerateRequest, Prompt, PromptTokens, RolloutContext, SampleGroup, SamplingParams
 
@@ -36,6 +38,9 @@ SPECIAL = (4, 9, 10, 11, 12)
 WORDS |= {100 + i: chr(i) for i in range(9, 127)} | {99: "\ufffd"}
 BY_TEXT = sorted(((text, i) for i, text in WORDS.items()), key=lambda row: -len(row[0]))
 HERE = Path(__file__).parent
+DEMO = f"{HERE}/agent_demo_tools.py"
+USER = {"role": "user", "content": "hi"}
+AGAIN = {"role": "user", "content": "try again"}
 
 
 def ids(text: str) -> list[int]:
@@ -51,6 +56,9 @@ def ids(text: str) -> list[int]:
 def call(name: str, **arguments) -> list[int]:
     """An answer that calls a tool."""
     return [*ids("<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"), END]
+
+
+PROMPT = ids("<user>hi<end><assistant>")
 
 
 class WordTokenizer(Tokenizer):
@@ -107,11 +115,13 @@ def scripted(*answers: list[int]):
 
 
 def run_group(rollout: str, options: dict, answers=(), *, prompt=None, engine=None, tokenizer=None, built=None, **fields):
-    """(group, engine, rollout) of one group on a stub engine; `fields` are those of `RolloutContext`."""
+    """(group, engine, rollout) of one group on a stub engine; `fields` are those of `RolloutContext`. `virtual`: on a clock
+    that jumps, for what uses no thread and no socket."""
     components = {c.name: c for c in miles_agent_rollout.miles_rollouts()}
     engine = engine or StubEngine(answer=scripted(*answers))
     component = components[rollout]
     run_dir = fields.pop("run_dir", Path("/nonexistent"))
+    clock = run_virtual if fields.pop("virtual", False) else asyncio.run
     sampling = SamplingParams(**{"max_new_tokens": 200, "stop_token_ids": (END,), **fields.pop("sampling", {})})
 
     async def main() -> tuple[SampleGroup, StubEngine, object]:
@@ -138,7 +148,7 @@ def run_group(rollout: str, options: dict, answers=(), *, prompt=None, engine=No
         finally:
             await pool.close()
 
-    return asyncio.run(asyncio.wait_for(main(), 60))
+    return clock(asyncio.wait_for(main(), 60))
 
 
 def sampled(sample) -> list[int]:
@@ -153,3 +163,26 @@ def agent_group(function, *answers, options=None, **fields):
     group, engine, _ = run_group("agent", {}, answers, built=built, **fields)
     notes["gateway"] = built._gateway
     return group.samples, engine, notes
+
+
+def user(text: str) -> list[int]:
+    """What a user's next message adds after an answer that ended."""
+    return ids(f"<user>{text}<end><assistant>")
+
+
+def twice(task, notes):
+    """A conversation that grows, and echoes what it was told."""
+    first = ask(task, [USER])
+    notes["first"] = first
+    return ask(task, [USER, first, AGAIN])["content"]
+
+
+def tools_group(*answers, tools=("add",), options=None, **fields):
+    names = tuple(name if ":" in name else f"{DEMO}:{name}" for name in tools)
+    group, engine, _ = run_group("tools", {"tools": names, **(options or {})}, answers, **fields)
+    return group, engine
+
+
+def delta(result: str) -> list[int]:
+    """What stands between two answers when the model ended its turn."""
+    return ids(f"<tool>{result}<end><assistant>")

@@ -113,12 +113,12 @@ def test_a_session_that_is_never_closed_is_reaped_and_counted():
 
     def agent(task, notes):
         once(task, notes)
-        time.sleep(0.8)
+        time.sleep(3)
         notes["late"] = post(task, {"messages": [USER]})
 
     began = time.monotonic()
     (sample,), _, notes = agent_group(agent, options={"timeout_s": 0.3})
-    assert time.monotonic() - began < 0.75
+    assert time.monotonic() - began < 2.5
     assert sample.status == "timeout" and "within 0.3 s" in sample.reason and not sample.loss_mask.any()
     assert sample.metadata["reaped"] and notes["gateway"].counts["reaped"] == 1
 
@@ -128,7 +128,9 @@ def test_a_request_that_outlives_its_session_is_ended():
     (sample,), _, notes = agent_group(lambda task, notes: notes.update(a=post(task, {"messages": [USER]})), engine=engine,
                                       options={"timeout_s": 0.3})  # fmt: skip
     assert sample.status == "timeout"
-    time.sleep(0.1)
+    until = time.monotonic() + 10
+    while "a" not in notes and time.monotonic() < until:
+        time.sleep(0.01)
     assert notes["a"][0] == 403 and "its time is over" in notes["a"][1]["error"]["message"]
 
 
@@ -176,7 +178,7 @@ def test_a_function_in_a_process_speaks_by_its_environment(tmp_path, monkeypatch
 
 def test_R5_a_process_that_hangs_is_killed_with_its_children(tmp_path):
     prompt = Prompt(id="p", messages=[USER], metadata={"pid_file": str(tmp_path / "pid")})
-    options = {"agent": f"{DEMO}:with_child", "mode": "process", "timeout_s": 2.5}
+    options = {"agent": f"{DEMO}:with_child", "mode": "process", "timeout_s": 4.0}
     sample, _ = one(options, prompt=prompt, run_dir=tmp_path)
     assert sample.status == "timeout"
     pid = int((tmp_path / "pid").read_text())
@@ -232,6 +234,7 @@ def test_a_program_that_fails_says_how(code, reason):
         ("a:b", ("ls",), 'set one of "agent" and "command"'),
         ("nowhere:agent", (), 'the agent "nowhere:agent" does not import'),
         ("", ("no-such-program-here",), 'there is no program "no-such-program-here"'),
+        ("", ("ls", os.path.relpath(__file__)), "each agent works in a folder of its own"),
     ],
 )
 def test_an_agent_that_cannot_be_had_is_refused_at_the_start(function, command, message, tmp_path):
@@ -242,6 +245,6 @@ def test_an_agent_that_cannot_be_had_is_refused_at_the_start(function, command, 
 def test_a_cancelled_group_kills_its_processes(tmp_path):
     prompt = Prompt(id="p", messages=[USER], metadata={"pid_file": str(tmp_path / "pid")})
     options = {"agent": f"{DEMO}:with_child", "mode": "process"}
-    sample, _ = one(options, prompt=prompt, run_dir=tmp_path, cancel_after=2.0)
+    sample, _ = one(options, prompt=prompt, run_dir=tmp_path, cancel_after=4.0)
     assert sample.status == "aborted"
     assert not Path(f"/proc/{int((tmp_path / 'pid').read_text())}").exists()
