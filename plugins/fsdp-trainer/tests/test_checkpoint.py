@@ -47,6 +47,24 @@ def test_C5_continuation_after_a_checkpoint_is_bit_equal(tiny, tmp_path):
     close(parameters(other), parameters(rank), rtol=0, atol=0)
 
 
+def test_C5_a_parameter_that_no_loss_reaches_has_no_moments_and_is_not_missed(tiny, tmp_path, monkeypatch):
+    from miles_fsdp_trainer import roles
+
+    load_model = roles.load_model
+
+    def with_spare(*args, **kwargs):
+        model = load_model(*args, **kwargs)
+        model.spare = torch.nn.Parameter(torch.ones(3))
+        return model
+
+    monkeypatch.setattr(roles, "load_model", with_spare)
+    rank, other = trained(tiny["llama"]), rank_of(tiny["llama"])
+    rank.save(tmp_path)
+    other.load(tmp_path)
+    moments = other.roles["policy"].optimizer.moments()
+    assert "exp_avg.spare" not in moments and "exp_avg.lm.lm_head.weight" in moments
+
+
 @pytest.mark.parametrize("file", ["policy.safetensors", "policy-optimizer.safetensors", "trainer.json", "rng.safetensors"])
 def test_C5_a_missing_file_is_an_error_and_changes_nothing(tiny, tmp_path, file):
     trained(tiny["llama"]).save(tmp_path)

@@ -143,6 +143,7 @@ def test_a_shared_critic_alone_trains_its_head_and_nothing_else(tiny):
     after = parameters(rank)
     moved = {n for n in after if not after[n].equal(before[n])}
     assert moved == {"value_head.weight", "value_head.bias"}
+    assert all(p.grad is None for p in rank.roles["policy"].parameters.values())  # it would end up in the next step
     assert rank.roles["policy"].optimizer.step_count == 0 and rank.roles["critic"].optimizer.step_count == 20
 
 
