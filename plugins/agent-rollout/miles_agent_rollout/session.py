@@ -23,6 +23,9 @@ from miles_core.errors import ContractError, MilesError, RunFailed, UserError
 from miles_core.seeds import derive_seed
 from miles_core.types import GenerateRequest, Generation
 
+GRACE_S = 1.0
+"""How long an agent may take to end by itself once no engine can answer."""
+
 
 class Session:
     """The requests of one agent's run, under one key.
@@ -144,6 +147,7 @@ class Session:
             answer = await self.requests.generate(request)
         except (RunFailed, ContractError) as error:
             self.fatal = error
+            asyncio.get_running_loop().call_later(GRACE_S, self.close, "no engine can answer")
             raise ApiError(503, f"no engine can answer: {error}", "no_engine") from error
         if self.closed:
             raise self._closed_error()

@@ -129,6 +129,14 @@ def run_group(rollout: str, options: dict, answers=(), *, prompt=None, engine=No
         await pool.start()
         cancel_after = fields.pop("cancel_after", None)
         cancelled = asyncio.Event()
+        cancel_when = fields.pop("cancel_when", None)
+
+        async def watch() -> None:
+            while not cancel_when():
+                await asyncio.sleep(0.02)
+            cancelled.set()
+
+        watching = asyncio.ensure_future(watch()) if cancel_when else None
         if cancel_after is not None:
             asyncio.get_running_loop().call_later(cancel_after, cancelled.set)
         context = RolloutContext(
@@ -146,6 +154,8 @@ def run_group(rollout: str, options: dict, answers=(), *, prompt=None, engine=No
         try:
             return await made.run_group(context), engine, made
         finally:
+            if watching is not None:
+                watching.cancel()
             await pool.close()
 
     return clock(asyncio.wait_for(main(), 60))

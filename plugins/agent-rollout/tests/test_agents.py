@@ -181,8 +181,7 @@ def test_R5_a_process_that_hangs_is_killed_with_its_children(tmp_path):
     options = {"agent": f"{DEMO}:with_child", "mode": "process", "timeout_s": 4.0}
     sample, _ = one(options, prompt=prompt, run_dir=tmp_path)
     assert sample.status == "timeout"
-    pid = int((tmp_path / "pid").read_text())
-    assert not Path(f"/proc/{pid}").exists()
+    assert (pid := pid_in(tmp_path)) and not Path(f"/proc/{pid}").exists()
 
 
 def test_X1_a_process_that_dies_says_how(tmp_path):
@@ -245,6 +244,12 @@ def test_an_agent_that_cannot_be_had_is_refused_at_the_start(function, command, 
 def test_a_cancelled_group_kills_its_processes(tmp_path):
     prompt = Prompt(id="p", messages=[USER], metadata={"pid_file": str(tmp_path / "pid")})
     options = {"agent": f"{DEMO}:with_child", "mode": "process"}
-    sample, _ = one(options, prompt=prompt, run_dir=tmp_path, cancel_after=4.0)
+    sample, _ = one(options, prompt=prompt, run_dir=tmp_path, cancel_when=lambda: pid_in(tmp_path))
     assert sample.status == "aborted"
-    assert not Path(f"/proc/{int((tmp_path / 'pid').read_text())}").exists()
+    assert not Path(f"/proc/{pid_in(tmp_path)}").exists()
+
+
+def pid_in(folder: Path) -> int:
+    """The id that `with_child` wrote; 0 as long as it has not."""
+    file = folder / "pid"
+    return int(file.read_text() or 0) if file.exists() else 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
-from agent_words import END, HE, HELLO, LLO, agent_group, call, ids, sampled
+from agent_words import END, HE, HELLO, LLO, agent_group, call, ids, run_group, sampled
 
 openai = pytest.importorskip("openai", reason="needs the official client (miles-agent-rollout[test])")
 
@@ -126,6 +127,19 @@ def test_errors_are_those_of_the_official_client(key, request_, error, code):
     _, engine, notes = agent_group(agent)
     assert (notes["error"], notes["code"]) == (error, code)
     assert len(engine.requests) == 1
+
+
+PROGRAM = """
+import sys, openai
+answer = openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": sys.argv[1]}])
+assert answer.choices[0].message.content == "hello"
+"""
+
+
+def test_a_program_with_the_official_client_needs_nothing_but_its_environment():
+    group, *_ = run_group("agent", {"command": (sys.executable, "-c", PROGRAM, "{prompt}")}, [[HE, LLO, END]])
+    (sample,) = group.samples
+    assert (sample.status, sampled(sample)) == ("stop", [HE, LLO, END]), sample.reason
 
 
 # --- An agent loop that nobody here wrote ----------------------------------------------------------------------------

@@ -171,6 +171,22 @@ def test_no_engine_left_fails_the_group():
     assert notes["answer"][0] == 503 and notes["answer"][1]["error"]["code"] == "no_engine"
 
 
+def test_an_agent_that_goes_on_asking_does_not_hold_up_the_end():
+    """All engines down, and an agent that would try for ever: the group fails within seconds, not at its time limit."""
+    stop = []
+
+    def agent(task, notes):
+        while not stop:
+            post(task, {"messages": [USER]})
+            time.sleep(0.02)
+
+    began = time.monotonic()
+    with pytest.raises(RunFailed):
+        agent_group(agent, engine=StubEngine(script=Script(dies_after=0)))
+    stop.append(1)
+    assert time.monotonic() - began < 20
+
+
 def test_an_engine_that_breaks_its_contract_fails_the_group():
     """A log-probability that is not finite: nobody can train that, whatever the agent makes of the error."""
     engine = StubEngine(answer=scripted([HE, END]))
