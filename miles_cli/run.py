@@ -18,6 +18,7 @@ from miles_core.driver import (
     check_writable,
     drive,
     find_resumable,
+    locked,
     new_run_dir,
     write_run_files,
 )
@@ -57,11 +58,13 @@ def run_command(
         run_dir = new_run_dir(out, run.config.name)
     else:
         run_dir = latest_run_dir(out, run.config.name) if resume == LATEST else Path(resume)
-        found = find_resumable(run_dir, view)
-        check_writable(run_dir)
-        refuse_changes(check_same_run(run, run_dir), run_dir, accept_changes, view)
-    write_run_files(run, run_dir)
-    asyncio.run(drive(run, run_dir.resolve(), view, found))
+    with locked(run_dir):
+        if resume is not None:
+            found = find_resumable(run_dir, view)
+            check_writable(run_dir)
+            refuse_changes(check_same_run(run, run_dir), run_dir, accept_changes, view)
+        write_run_files(run, run_dir)
+        asyncio.run(drive(run, run_dir.resolve(), view, found))
     return EXIT_OK
 
 

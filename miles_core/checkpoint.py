@@ -107,11 +107,12 @@ def problem_of(folder: Path) -> str | None:
         return "it has no manifest"
     try:
         manifest = json.loads(manifest_path.read_text("utf-8"))
-        files = manifest["files"]
-    except (ValueError, KeyError):
+        files = dict(manifest["files"])
+        written = manifest.get("format")
+    except (ValueError, TypeError, KeyError, AttributeError):
         return "its manifest cannot be read"
-    if manifest.get("format") != FORMAT:
-        return f"its format is {manifest.get('format')}, this version reads {FORMAT}"
+    if written != FORMAT:
+        return f"its format is {written}, this version reads {FORMAT}"
     for name, entry in files.items():
         path = folder / name
         if not path.is_file():

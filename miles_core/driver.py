@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from miles_core.view import RunView
 
 CONFIG_FILE = "config.toml"
 PAYLOAD_FILE = "run.json"
+LOCK_FILE = ".lock"
 MIN_FREE_BYTES = 64 << 20
 
 
@@ -63,6 +65,22 @@ def check_writable(folder: Path) -> None:
         )
 
 
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Holds the folder for this process: two runs in one folder would mix their lines and delete each other's checkpoints.
+    Raises ConfigError when another process holds it. The kernel lets go when a process dies, however it does; where a
+    file system knows no locks, there is none."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(run_dir / LOCK_FILE, "w"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process is running in {run_dir}", "wait for it, or stop it first") from None
+        except OSError:  # a read-only folder is reported by check_writable, with what to do about it
+            pass
+        yield
+
+
 def find_resumable(run_dir: Path, view: RunView) -> checkpoint.Found:
     """The newest complete checkpoint of `run_dir`; says which ones were passed over and why."""
     if not run_dir.is_dir():
@@ -80,7 +98,14 @@ def check_same_run(run: ResolvedRun, run_dir: Path) -> list[str]:
     path = run_dir / PAYLOAD_FILE
     if not path.is_file():
         raise ConfigError(f"{run_dir} is not a run folder: it has no {PAYLOAD_FILE}")
-    return compare_payloads(json.loads(path.read_text("utf-8")), run.payload(masked=True))
+    try:
+        before = json.loads(path.read_text("utf-8"))
+        return compare_payloads(before, run.payload(masked=True))
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is damaged: {type(error).__name__}: {error}",
+            "a run can be resumed from the folder that it wrote itself; start a new run",
+        ) from error
 
 
 def write_run_files(run: ResolvedRun, run_dir: Path) -> None:

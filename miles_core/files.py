@@ -94,7 +94,7 @@ def _is_blank(raw: bytes) -> bool:
 def parse_line(raw: bytes, file: Path, line: int) -> Any:
     """The JSON value of a line. Raises DataError naming file and line, also for a key that stands twice in one object."""
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant)
+        return _DECODER.decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: line {line} is not UTF-8: {error}") from None
     except (ValueError, RecursionError) as error:
@@ -111,3 +111,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)

@@ -20,6 +20,8 @@ from miles_core.reward_wire import Outcome
 from miles_core.types import Sample, SampleGroup, Score
 
 _MAX_TRACEBACK = 8000
+_MAX_LINE = 500
+_MAX_SCORE = float(np.finfo(np.float32).max)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +52,8 @@ class Judge:
 
 def failed(error: BaseException) -> Outcome:
     """The outcome of a reward that raised; innermost frames are kept when a traceback is very long."""
-    text = "".join(traceback.format_exception(error))
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    text = "\n".join(line if len(line) <= _MAX_LINE else line[:_MAX_LINE] + "..." for line in lines) + "\n"
     if len(text) > _MAX_TRACEBACK:
         text = "...\n" + text[-_MAX_TRACEBACK:]
     return Outcome(kind="error", reason=f"error: {type(error).__name__}", traceback=text)
@@ -69,7 +72,7 @@ def outcome_of(value: Any, function: str) -> Outcome:
             return Outcome(kind="none", parts=checked, reason=reason or "no verdict")
         return Outcome(kind="ok", value=_number(number, "a score", function), parts=checked, reason=reason)
     except (TypeError, ValueError, OverflowError) as error:
-        return Outcome(kind="error", reason=f"error: {error}", traceback=f"{error}\n")
+        return Outcome(kind="error", reason=f"error: {error}")
 
 
 def _number(value: Any, what: str, function: str) -> float:
@@ -78,6 +81,8 @@ def _number(value: Any, what: str, function: str) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{function} returned {number} as {what}; None says that there is no verdict")
+    if abs(number) > _MAX_SCORE:
+        raise ValueError(f"{function} returned {number} as {what}, which advantages cannot hold: they are float32")
     return number
 
 

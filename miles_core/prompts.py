@@ -17,6 +17,8 @@ from miles_core.votes import trajectory_rewards, votes
 
 MAX_LONG_IN_A_ROW = 1000
 """Prompts in a row that may be too long before a data set counts as unusable."""
+MAX_CHECKED = 10_000
+"""Prompts whose lengths are looked at before a run that refuses long ones: a few seconds of encoding."""
 MAX_SKIPPED = 1000
 """Prompts in a row that a sampler may drop before it counts as dropping everything; a whole epoch at least."""
 
@@ -62,10 +64,11 @@ class PromptFeed:
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts; fewer when the source is exhausted. Raises DataError when one is too long and that is
-        refused, or when a whole epoch (at most MAX_LONG_IN_A_ROW) is."""
+        refused, or when all of an epoch are (at most MAX_LONG_IN_A_ROW)."""
         taken: list[Prompt] = []
         long_in_a_row = 0
-        limit = min(self.data.num_prompts or MAX_LONG_IN_A_ROW, MAX_LONG_IN_A_ROW)
+        # The last of one epoch and the first of the next may be the same long ones, while a short one is among them.
+        limit = min(2 * (self.data.num_prompts or MAX_LONG_IN_A_ROW) - 1, MAX_LONG_IN_A_ROW)
         while len(taken) < n and (prompts := self._next(n - len(taken))):
             for prompt in prompts:
                 num_tokens = len(prompt_tokens(prompt, self.tokenizer).token_ids)
@@ -92,8 +95,12 @@ class PromptFeed:
 
     def check(self, groups_per_step: int) -> None:
         """Reads one usable prompt ahead and puts the source back: a bad row, or a chat template that is missing, shows
-        before any model loads. Raises DataError when there is no prompt."""
+        before any model loads. Where long prompts are refused, all of an epoch (at most MAX_CHECKED) are read. Raises
+        DataError when there is no prompt."""
         state, sampler, self.sampler = self.data.state(), self.sampler, None
+        if self.refuse_long:
+            self._refuse_long_ones()
+            self.data.restore(state)
         if not self.take(1):
             raise DataError("the data source has no prompts", "look at the options under [data]")
         self.data.restore(state)
@@ -105,6 +112,12 @@ class PromptFeed:
                 "a step sees some prompts more than once",
                 "warning",
             )
+
+    def _refuse_long_ones(self) -> None:
+        for prompt in self.data.next(min(self.data.num_prompts or 1, MAX_CHECKED)):
+            num_tokens = len(prompt_tokens(prompt, self.tokenizer).token_ids)
+            if not fits(num_tokens, self.max_context):
+                self._drop(prompt, num_tokens)
 
     def state(self) -> dict[str, Any]:
         self.settle()

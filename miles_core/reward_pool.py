@@ -5,6 +5,7 @@ Threads, not tasks: a limit must hold too while the driver's event loop is busy 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -249,10 +250,12 @@ class RewardPool:
         try:
             worker = self._spawn(index)
             self.rewards = worker.rewards
-            self._started[index].set_result(None)
         except Exception as error:
-            self._started[index].set_exception(error)
+            with contextlib.suppress(InvalidStateError):
+                self._started[index].set_exception(error)
             return
+        with contextlib.suppress(InvalidStateError):  # a run that is stopped meanwhile has cancelled it
+            self._started[index].set_result(None)
         while (job := self._jobs.get()) is not None:
             if job.task.done.done():  # cancelled, or failed in another worker
                 continue

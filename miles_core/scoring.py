@@ -224,7 +224,7 @@ class Scorer:
     def _log(self, entry: RewardEntry, sample: Sample, outcome: Outcome) -> None:
         """The first failure of a sort in full, with its sample; the counters tell how many there were."""
         head = f'reward "{entry.name}" ({entry.info.function}) on sample {sample_id(sample)}: {outcome.reason}'
-        text = f"{head}\n{outcome.traceback}".rstrip()
+        text = head if outcome.traceback.strip() in head else f"{head}\n{outcome.traceback}".rstrip()
         self.first_traceback = self.first_traceback or text
         new = (entry.name, outcome.reason) not in self._logged
         self._logged.add((entry.name, outcome.reason))

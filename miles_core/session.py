@@ -392,6 +392,7 @@ class Session:
 
     def state(self) -> dict[str, Any]:
         return {
+            "source": self.run.one("data").name,
             "data": self.feed.state(),
             "buffer": self.buffer.state(),
             "components": {key: built.state() for key, built in self._stateful().items()},
@@ -403,6 +404,11 @@ class Session:
         missing = sorted(self._stateful().keys() - state["components"].keys())
         if missing:
             raise ConfigError(f"the checkpoint has no state of {', '.join(missing)}; it was written by another run")
+        if state["source"] != (source := self.run.one("data").name):
+            raise ConfigError(
+                f'the checkpoint is of a run on data "{state["source"]}", and this one reads "{source}" (data.use)',
+                "its cursor means nothing there: go on with the data of the checkpoint, or start a new run",
+            )
         self.feed.restore(state["data"])
         self.buffer.restore(state["buffer"])
         for key, built in self._stateful().items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from miles_core.component import ComponentConfig
 
@@ -310,7 +310,7 @@ class RunConfig(ComponentConfig):
     """Everything that a run is told, except the options of components."""
 
     name: str = "run"
-    """Name of the run; part of the run folder's name."""
+    """Name of the run, of at most 100 characters and no slash; part of the run folder's name."""
     seed: int = Field(default=0, ge=0)
     """Seed of everything: data order, sampling, initialisation."""
     steps: int = Field(gt=0)
@@ -365,3 +365,10 @@ class RunConfig(ComponentConfig):
     """Evaluations."""
     checkpoint: CheckpointTable = CheckpointTable()
     """What is kept on disk while a run goes on."""
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if not name.strip() or len(name.encode()) > 100 or "/" in name or not name.isprintable():
+            raise ValueError("must be the name of a folder: 1 to 100 printable characters, without a slash")
+        return name

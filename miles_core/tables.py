@@ -179,6 +179,8 @@ def _parse(path: Path, shown: str, stack: tuple[tuple[Path, str], ...]) -> Table
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(*_malformed(text, shown, str(error))) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets thousands deep
+        raise ConfigError(f"{shown}: cannot be read: {error}") from None
     lines = scan_lines(text)
     tables = Tables(data, {}, shown)
     for key in keys_of(data):
@@ -333,6 +335,8 @@ def _set_value(text: str, value: str) -> Any:
         if value[:1] in ("[", "{", '"', "'"):
             raise ConfigError(f"--set {text}: the value is not valid TOML: {error}") from None
         return value
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {text:.80}: the value cannot be read: {error}") from None
     if len(parsed) != 1 or not isinstance(parsed["v"], str | int | float | bool | list | dict):
         return value  # several lines, or a date: text
     return parsed["v"]

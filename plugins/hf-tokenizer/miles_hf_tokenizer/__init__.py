@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from miles_core import BuildContext, Component, ComponentConfig, Environment, hookimpl
+from miles_core.errors import ConfigError
 
 
 class HfTokenizerConfig(ComponentConfig):
@@ -32,8 +33,12 @@ def _check(config: HfTokenizerConfig, environment: Environment) -> None:
     from miles_hf_tokenizer.tokenizer import check_folder, read_template
 
     read_template(environment.run_config.tokenizer.chat_template)
-    if config.path or environment.model_path:
-        check_folder(config.path or environment.model_path)
+    if not config.path and not environment.model_path:
+        raise ConfigError(
+            "the tokenizer of which model? model.path is empty, and so is tokenizer.hf.path",
+            "name a Hugging Face folder in either, or choose another tokenizer (tokenizer.use)",
+        )
+    check_folder(config.path or environment.model_path)
 
 
 @hookimpl
