@@ -27,7 +27,7 @@ HEAVY = ("torch", "ray", "transformers", "sglang", "vllm", "megatron", "jax")
 """What a plugin's entry module must do without: it is imported to list components and to validate options."""
 TRAITS: dict[str, dict[str, Any]] = {
     "correction": {"denominator": ("keep", "shrink"), "ratio": ("token", "sequence")},
-    "engine": {"gpus": float, "uses": frozenset},
+    "engine": {"gpus": float, "uses": frozenset, "python": ("server",)},
     "loss": {
         "scope": ("policy", "value", "pair"),
         "zero_advantage": ("no-gradient",),

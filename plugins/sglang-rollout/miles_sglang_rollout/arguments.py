@@ -167,8 +167,6 @@ def server_arguments(
         args["incremental_streaming_output"] = True
     if cpu:
         args |= {"device": "cpu", **CPU_ARGS}
-        if config.server_args.get("skip_tokenizer_init", not tokenizer) is False:
-            args.pop("grammar_backend")
     else:
         args["dtype"] = "bfloat16"  # SGLang's "auto" makes fp16 of an fp32 checkpoint
     args |= config.server_args
