@@ -154,7 +154,7 @@ def test_the_toy_trainer_agrees_with_autograd(make, advantage):
     batch.columns["old_logprobs"] = [o + shift[: len(o)] for o in old]
     value, grads, _, _ = made.loss_and_gradients(batch)
     want, want_grads = toy_in_torch(made.params, batch, loss)
-    assert value == pytest.approx(want, rel=1e-9)
+    assert value == pytest.approx(want, rel=1e-6)  # the losses of the plugin compute in fp32 on tensors
     assert all(np.abs(g).max() > 0 for g in want_grads.values())
     for name, grad in grads.items():
-        np.testing.assert_allclose(grad, want_grads[name], rtol=1e-7, atol=1e-12)
+        np.testing.assert_allclose(grad, want_grads[name], rtol=1e-5, atol=1e-7)
