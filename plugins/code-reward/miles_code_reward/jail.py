@@ -212,6 +212,7 @@ def start_program(folder: str, spec: dict, status: Status) -> int:
             os.setgroups([])
             os.setresgid(spec["uid"], spec["uid"], spec["uid"])
             os.setresuid(spec["uid"], spec["uid"], spec["uid"])
+        die_with_parent()  # after the change of the user, which ends it
         checked("prctl", 38, 1, 0, 0, 0)  # no new privileges: set-user-id programs do not change the user
         os.execve(spec["argv"][0], spec["argv"], spec["env"])
     except BaseException as error:

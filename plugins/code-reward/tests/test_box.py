@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from boxes import SMALL, alive, box
 
 from miles_code_reward import sandbox as sandbox_module
-from miles_code_reward.sandbox import Ended, Sandbox, choose, remove
+from miles_code_reward.sandbox import Ended, Sandbox, choose, drive, remove
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="boxes are made of Linux namespaces and limits")
 
@@ -111,6 +111,13 @@ def test_a_full_disk_is_the_programs_own(sandbox):
     assert ended.exit != 0 and ("No space left" in ended.reason or "too large" in ended.reason or "SIGXFSZ" in ended.reason)
 
 
+def test_all_files_together_are_bounded(sandbox):
+    if sandbox.mode == "plain":
+        pytest.skip("without namespaces the limit is one of each file")
+    ended = run(sandbox, "for i in range(8): open(f'part{i}', 'wb').write(b'x' * (1 << 20))")  # 8 times 1 of 4 MiB
+    assert "No space left" in ended.reason
+
+
 def test_open_files_are_bounded(sandbox):
     assert "Too many open files" in run(sandbox, "keep = [open('/dev/null') for _ in range(100)]").reason
 
@@ -194,7 +201,8 @@ print("still here")
     assert ended.why == "" and (ended.stdout == b"still here\n" or ended.exit in (-9, 137))
 
 
-def test_nothing_is_inherited_but_the_three_standard_streams(sandbox):
+@pytest.mark.parametrize(("pipes", "inherited"), [(0, "[0, 1, 2]"), (1, "[0, 1, 2, 3, 4]")])
+def test_nothing_is_inherited_but_what_was_given(sandbox, pipes, inherited):
     program = """
 import os
 found = []
@@ -206,7 +214,14 @@ for fd in range(256):
         pass
 print(found)
 """
-    assert run(sandbox, program).stdout == b"[0, 1, 2]\n"
+    given = [fd for _ in range(pipes) for fd in os.pipe()]
+    made = sandbox.start([*sandbox.python, "program.py"], {"program.py": program}, fds=given)
+    try:
+        assert drive([made], made, deadline=time.monotonic() + 5).stdout.decode() == f"{inherited}\n"
+    finally:
+        made.close()
+        for fd in given:
+            os.close(fd)
 
 
 def test_rights_cannot_be_had_again(sandbox):
@@ -232,6 +247,32 @@ print("left it behind")
     ended = run(sandbox, program)
     assert ended.stdout == b"left it behind\n"
     assert alive(mark) == []
+
+
+def test_a_program_dies_with_a_worker_that_was_killed(sandbox):
+    mark = f"orphan{secrets.token_hex(4)}"
+    code = f"""
+import sys
+sys.path[:] = {sys.path!r}
+from miles_code_reward.sandbox import Sandbox
+sandbox = Sandbox({sandbox.mode!r}, python={sandbox.python[0]!r})
+program = "import os, sys; os.execv(sys.executable, ['p', '-S', '-c', 'import time; time.sleep(1000)  # {mark}'])"
+sandbox.run([*sandbox.python, "-c", program], {{}}, limit_s=60)
+"""
+    worker = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        assert until(lambda: alive(mark) and not any("os.execv" in line for line in alive(mark)))
+    finally:
+        worker.kill()
+        worker.wait()
+    assert until(lambda: not alive(mark))
+
+
+def until(true, limit_s: float = 20.0) -> bool:
+    end = time.monotonic() + limit_s
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(true())
 
 
 def test_the_folder_is_removed_and_links_in_it_are_not_followed(sandbox, tmp_path):
@@ -286,7 +327,8 @@ def test_where_isolation_is_required_there_is_no_other_mode(monkeypatch):
 WITHOUT_RIGHTS = """
 import os, sys
 sys.path.insert(0, {tests!r})
-import boxes, test_box
+import boxes, pathlib, tempfile, test_box
+test_box.test_removing_takes_rights_back_and_follows_no_link(pathlib.Path(tempfile.mkdtemp()))
 for mode in ("user", "plain"):
     sandbox = boxes.box(mode)
     if sandbox is None:

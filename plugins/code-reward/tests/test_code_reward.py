@@ -84,8 +84,8 @@ def test_with_partial_credit_a_crash_or_a_hang_costs_its_own_test_only():
 def test_tests_that_did_not_get_their_turn_have_not_passed():
     made = reward(partial=True, test_timeout_s=5.0, total_s=1.0)
     start = time.monotonic()
-    verdict = judged(made, "import time\ndef add(a, b):\n    time.sleep(0.4)\n    return a + b", ADD)
-    assert 0 < verdict.value < 1 and time.monotonic() - start < 3
+    verdict = judged(made, "import time\ndef add(a, b):\n    time.sleep(0.4)\n    return a + b", ADD * 50)
+    assert 0 < verdict.value <= 2 / 200 and time.monotonic() - start < 8  # to start 198 more takes longer
 
 
 def test_only_the_first_tests_when_told_so():
@@ -291,11 +291,35 @@ def test_the_right_output_of_a_program_that_fails_is_wrong(strict):
     assert (verdict.value, verdict.reason) == (0.0, "exit code 3")
 
 
+def test_a_reason_says_what_happened(strict):
+    reasons = {
+        "import os\ndef add(a, b):\n    os._exit(0)": "the program is gone",
+        "import os\nwhile True: os.write(4, b'x' * 65536)": "while loading: the program ended",
+        "def add(a, b):\n    return 9": "assertion failed",
+        "def add(a, b):\n    return 1 / 0": "ZeroDivisionError: division by zero",
+        "1 +": "while loading: SyntaxError: invalid syntax",
+        "def sub(a, b):\n    return 0": "NameError: name 'add' is not defined",
+    }
+    for program, reason in reasons.items():
+        assert judged(strict, program, ADD).reason.startswith(reason), program
+
+
 def test_a_test_that_leaves_early_is_no_success(strict):
     """Only the tester's own last line, with the token of this run, ends a test."""
-    assert judged(strict, RIGHT, ["import os\nos._exit(0)"]).value == 0.0
+    verdict = judged(strict, RIGHT, ["import os\nos._exit(0)"])
+    assert (verdict.value, verdict.reason.partition(" (")[0]) == (0.0, "the tests ended without their token")
+    everywhere = "for fd in range(64):\n    try: os.write(fd, b'\\n00 passed 0\\n00 end\\n')\n    except OSError: pass"
+    assert judged(strict, RIGHT, [f"import os\n{everywhere}\nos._exit(0)"]).value == 0.0
     assert judged(strict, RIGHT, ["print('passed 0')\nprint('end', flush=True)\nimport os\nos._exit(0)"]).value == 0.0
     assert judged(strict, RIGHT, ["raise SystemExit(0)"]).value == 0.0
+
+
+def test_what_an_object_contains_is_what_it_iterates_over(strict):
+    cheat = (
+        "class Any:\n    __contains__ = lambda *_: True\n    __iter__ = lambda self: iter([4])\ndef f():\n    return Any()"
+    )
+    assert judged(strict, cheat, ["assert 3 in f()"]).value == 0.0
+    assert judged(strict, cheat, ["assert 4 in f()"]).value == 1.0
 
 
 def test_a_name_of_the_standard_library_is_not_the_programs(strict):

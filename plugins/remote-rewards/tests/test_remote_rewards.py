@@ -155,6 +155,13 @@ def test_requests_at_once_are_bounded(tmp_path):
     assert [v.value for v in verdicts] == [1.0] * 8 and server.most == 2
 
 
+def test_the_time_of_a_request_runs_from_its_own_start(tmp_path):
+    """Six requests of 0.2 s, one at a time: the last waits for 1 s, and a request may take 0.8 s."""
+    with Server(waits(0.2, says("VERDICT: 10"))) as server:
+        made = judge(server, tmp_path, concurrency=1, request_s=0.8, tries=1)
+        assert [v.value for v in judged(made, *(sample(str(i), i) for i in range(6)))] == [1.0] * 6
+
+
 # --- The cache -------------------------------------------------------------------------------------------------------
 
 

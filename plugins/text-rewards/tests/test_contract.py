@@ -6,7 +6,15 @@ import miles_text_rewards
 from miles_core.testing.contracts import RewardContract
 
 FORMAT, LENGTH, F1, IFEVAL = miles_text_rewards.miles_rewards()
-JUNK = (*RewardContract.junk, "<think>" * 20_000, "[" * 50_000, "*" * 50_001, "." * 50_000, "<<" * 50_000, "a<" * 20_000)
+JUNK = (
+    *RewardContract.junk,
+    "<think>" * 20_000,
+    "[" * 50_000,
+    "*" * 50_001,
+    "." * 50_000 + "x",
+    "<<" * 50_000,
+    "a<" * 20_000,
+)
 
 
 class TestFormat(RewardContract):
