@@ -16,7 +16,7 @@ from miles_core import BuildContext, Prompt
 from miles_core.answers import before_end
 from miles_core.types import Sample, Score
 from miles_remote_rewards import JudgeConfig
-from miles_remote_rewards.client import Client, NoAnswer
+from miles_remote_rewards.client import Client
 
 
 class JudgeReward:
@@ -32,18 +32,15 @@ class JudgeReward:
         self._pattern = re.compile(config.pattern)
 
     async def score(self, sample: Sample) -> Score:
-        """Raises ServerRefused when the server refuses the request: a wrong key, model or option."""
+        """Raises ServerRefused when the server refuses the request (a wrong key, model or option), and NoAnswer after all
+        tries: the sample has no verdict then, it is counted as an error, and a run in which all fail so stops."""
         request = self.request(sample)
         question = json.dumps([self.client.url, request], sort_keys=True)
         name = hashlib.sha256(question.encode("utf-8", "surrogatepass")).hexdigest()
         reply = self.cache.get(name) if self.cache is not None else None
         self.context.metric("cached", float(reply is not None))
         if reply is None:
-            try:
-                reply = await self.client.post(request, content)
-            except NoAnswer as error:
-                return self._none(str(error))
-            reply = self.client.mask(reply)
+            reply = self.client.mask(await self.client.post(request, content))
         verdict = self.verdict(reply)
         if isinstance(verdict, str):
             return self._none(verdict)

@@ -87,8 +87,11 @@ def metric(made, name: str):
 )
 def test_only_the_last_line_is_a_verdict(tmp_path, reply, value, reason):
     with Server(says(reply)) as server:
-        (verdict,) = judged(judge(server, tmp_path))
+        made = judge(server, tmp_path)
+        (verdict,) = judged(made)
+        missed = metric(made, "no_verdict")
     assert verdict.value == (None if value is None else pytest.approx(value)) and reason in verdict.reason
+    assert missed == (value is None)
 
 
 def test_scale_and_pattern_are_options(tmp_path):
@@ -219,12 +222,11 @@ def test_a_judge_is_asked_again_after_what_may_pass(tmp_path, fault):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_judge_without_an_answer_gives_no_verdict(tmp_path, fault):
+def test_R4_a_judge_without_an_answer_is_an_error_that_says_so(tmp_path, fault):
     with Server(FAULTS[fault]) as server:
-        made = judge(server, tmp_path)
-        (verdict,) = judged(made)
-    assert verdict.value is None and "/v1/chat/completions after 3 tries: " in verdict.reason
-    assert len(server.requests) == 3 and metric(made, "no_verdict") == 1.0
+        with pytest.raises(NoAnswer, match=r"no answer from http://.*/v1/chat/completions after 3 tries: \S"):
+            judged(judge(server, tmp_path))
+    assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize("status", [301, 400, 401, 403, 404, 422])
@@ -246,8 +248,8 @@ def test_a_slow_answer_is_given_up(tmp_path, slow):
 def test_nobody_listens(tmp_path):
     with Server() as server:
         made = judge(server, tmp_path)
-    (verdict,) = judged(made)
-    assert verdict.value is None and "ConnectError" in verdict.reason
+    with pytest.raises(NoAnswer, match="after 3 tries: ConnectError"):
+        judged(made)
 
 
 def test_waits_grow_and_a_server_may_ask_for_more(tmp_path):
@@ -262,9 +264,9 @@ def test_the_key_stands_in_no_error(tmp_path):
     with Server(fails(401, f"wrong key {KEY}")) as server, pytest.raises(ServerRefused) as error:
         judged(judge(server, tmp_path, key="MILES_JUDGE_API_KEY"))
     assert KEY not in str(error.value) and "wrong key ***" in str(error.value)
-    with Server(fails(500, f"wrong key {KEY}")) as server:
-        (verdict,) = judged(judge(server, tmp_path, key="MILES_JUDGE_API_KEY"))
-    assert KEY not in verdict.reason and "***" in verdict.reason
+    with Server(fails(500, f"wrong key {KEY}")) as server, pytest.raises(NoAnswer) as last:
+        judged(judge(server, tmp_path, key="MILES_JUDGE_API_KEY"))
+    assert KEY not in str(last.value) and "***" in str(last.value)
     with Server(says(f"{KEY}\nVERDICT: 10")) as server:
         judged(judge(server, tmp_path, key="MILES_JUDGE_API_KEY"))
     kept = [file.read_text() for file in tmp_path.rglob("*.json")]
