@@ -223,9 +223,9 @@ def test_a_judge_is_asked_again_after_what_may_pass(tmp_path, fault):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_R4_a_judge_without_an_answer_is_an_error_that_says_so(tmp_path, fault):
-    with Server(FAULTS[fault]) as server:
-        with pytest.raises(NoAnswer, match=r"no answer from http://.*/v1/chat/completions after 3 tries: \S"):
-            judged(judge(server, tmp_path))
+    message = r"no answer from http://.*/v1/chat/completions after 3 tries: \S"
+    with Server(FAULTS[fault]) as server, pytest.raises(NoAnswer, match=message):
+        judged(judge(server, tmp_path))
     assert len(server.requests) == 3
 
 
