@@ -108,7 +108,7 @@ def show_plan(run: ResolvedRun, console: Console) -> None:
     size = f"{run.config.rollout.groups_per_step} x {run.config.rollout.samples_per_group}"
     console.print(f"{run.config.steps} steps of {size} samples; the config is valid")
     for note in run.notes:
-        console.print(f"note: {note}", soft_wrap=True)
+        console.print(f"note: {note}", soft_wrap=True, markup=False)
 
 
 def help_command(

@@ -292,6 +292,11 @@ def check_values(run: ResolvedRun) -> list[str]:
             f"{where(('train', 'constant_length'))}: has a meaning only with train.aggregation = "
             f'"constant-length", and that is "{train.aggregation}"'
         )
+    if not config.reward and all(s.component.traits.get("zero_advantage") == "no-gradient" for s in run.all("loss")):
+        notes.append(
+            "there is no [[reward]]: every answer gets the reward 0, and the loss learns nothing unless an advantage has "
+            "another teacher"
+        )
     problems += [*_duplicates(run), *clashes(run)]
     if problems:
         raise (

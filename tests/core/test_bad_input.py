@@ -131,6 +131,18 @@ def test_R2_a_score_that_advantages_cannot_hold_is_an_error_like_nan(capsys):
     assert miles(capsys, "run.toml", *MINE)[0] == 0
 
 
+def test_a_run_without_a_reward_says_so(capsys):
+    Path("run.toml").write_text(TOY.replace('[[reward]]\nuse = "toy"\n', ""))
+    code, out, _ = miles(capsys, "run.toml", "--dry-run")
+    assert code == 0 and "there is no [[reward]]: every answer gets the reward 0" in " ".join(out.split())
+
+
+def test_R4_a_worker_that_dies_is_told_once(capsys):
+    Path("mine.py").write_text(REWARD + "__import__('os')._exit(3)\n")
+    code, _, error = miles(capsys, "run.toml", *MINE)
+    assert code == 1 and error.count("the reward worker died twice on this sample: exit code 3") == 1
+
+
 def test_R4_an_endless_message_is_cut(capsys):
     Path("mine.py").write_text(REWARD + "raise ValueError('boom ' * 10_000)\n")
     code, _, error = miles(capsys, "run.toml", *MINE)

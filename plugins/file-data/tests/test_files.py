@@ -393,8 +393,7 @@ def test_a_file_larger_than_the_memory_is_streamed(tmp_path, kind):
     if kind == "parquet":
         table = arrow.table({"prompt": [text] * 64, "label": ["1"] * 64})
         with parquet.ParquetWriter(path, table.schema, use_dictionary=False) as writer:
-            for _ in range(20):
-                writer.write_table(table)
+            writer.write_table(arrow.concat_tables([table] * 20))  # one row group
     else:
         block = packed(64 * f'{{"prompt": "{text}", "label": "1"}}\n'.encode(), kind)
         with path.open("wb") as file:  # members and frames may follow each other
