@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import platform
 import secrets
 import selectors
 import shutil
@@ -28,6 +30,7 @@ SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime",
 )  # fmt: skip
 """What every box shows of the file system, read-only: programs and libraries, and no file of a user."""
+PREFIX = "miles-code-"
 _FIRST_UID, _UIDS = 61184, 2048
 """User ids that systemd also gives to services without an account; one worker uses two of them."""
 _SETUP_S = 10.0
@@ -154,7 +157,7 @@ class Sandbox:
         `slot` 0 or 1: two programs that run at once have different users where the worker may choose one."""
         limits = limits or self.limits
         uid = _FIRST_UID + 2 * (os.getpid() % _UIDS) + slot if self.drops_user else None
-        folder = tempfile.mkdtemp(prefix="miles-code-")
+        folder = tempfile.mkdtemp(prefix=f"{PREFIX}{_here()}-{os.getpid()}-")
         spec = {
             "mode": self.mode,
             "root": folder,
@@ -260,6 +263,7 @@ def _drain(run: Run, selector: selectors.BaseSelector) -> None:
 
 def choose(require: bool, **options: Any) -> Sandbox:
     """The best sandbox that works here. Raises RuntimeMissing when none does, or with `require` none that isolates."""
+    sweep()
     modes: tuple[Mode, ...] = ("root", "plain") if os.geteuid() == 0 else ("user", "plain")
     said = []
     for mode in modes[:1] if require else modes:
@@ -323,6 +327,21 @@ def temporary(data: bytes) -> Any:
     file.flush()
     file.seek(0)
     return file
+
+
+def sweep() -> None:
+    """Removes folders of workers that were killed in the middle of a program; whoever takes their place calls this."""
+    start = f"{PREFIX}{_here()}-"
+    for name in os.listdir(tempfile.gettempdir()):
+        pid = name.removeprefix(start).partition("-")[0]
+        path = os.path.join(tempfile.gettempdir(), name)
+        if name.startswith(start) and pid.isdigit() and not os.path.exists(f"/proc/{pid}") and not os.path.islink(path):
+            remove(path)
+
+
+def _here() -> str:
+    """Where a process id means a process: this machine, and the same pid namespace."""
+    return hashlib.sha256(f"{platform.node()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
 
 
 def remove(folder: str) -> None:

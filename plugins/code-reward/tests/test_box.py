@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from boxes import SMALL, alive, box
 
 from miles_code_reward import sandbox as sandbox_module
-from miles_code_reward.sandbox import Ended, Sandbox, choose, drive, remove
+from miles_code_reward.sandbox import Ended, Sandbox, choose, drive, remove, sweep
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="boxes are made of Linux namespaces and limits")
 
@@ -266,6 +266,27 @@ sandbox.run([*sandbox.python, "-c", program], {{}}, limit_s=60)
         worker.kill()
         worker.wait()
     assert until(lambda: not alive(mark))
+    assert any(f"-{worker.pid}-" in name for name in boxes_left())
+    sweep()  # as whoever takes its place does
+    assert not any(f"-{worker.pid}-" in name for name in boxes_left())
+
+
+def test_folders_of_living_workers_and_of_others_are_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox_module.tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    here = sandbox_module._here()
+    kept = {
+        f"miles-code-{here}-{os.getpid()}-a",
+        f"miles-code-elsewhere-{gone.pid}-b",
+        f"{here}-{gone.pid}",
+        "miles-code-x",
+    }
+    for name in (*kept, f"miles-code-{here}-{gone.pid}-c"):
+        (tmp_path / name).mkdir()
+    (tmp_path / f"miles-code-{here}-{gone.pid}-link").symlink_to(tmp_path / "miles-code-x")
+    sweep()
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, f"miles-code-{here}-{gone.pid}-link"}
 
 
 def until(true, limit_s: float = 20.0) -> bool:
@@ -307,7 +328,7 @@ def test_removing_takes_rights_back_and_follows_no_link(tmp_path):
 def boxes_left() -> set[str]:
     import tempfile
 
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("miles-code-")}
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith(sandbox_module.PREFIX)}
 
 
 # --- The environment -------------------------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from boxes import alive, judged, reward
 
-from miles_code_reward import CodeConfig, _check, miles_rewards
+from miles_code_reward import CodeConfig, _check, miles_rewards, sandbox
 from miles_code_reward.cases import tests_of as read_tests
 from miles_code_reward.program import program_in, same_output
 from miles_code_reward.reward import script
@@ -454,3 +456,5 @@ def test_R5_a_worker_that_is_killed_takes_its_boxes_along():
     asyncio.run(go())
     assert [s.reward for s in samples] == [None, 1.0] and scorer.counters["timeouts"] == 1
     assert alive(mark) == []
+    left = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(sandbox.PREFIX)]
+    assert not [name for name in left if not os.path.exists(f"/proc/{name.split('-')[3]}")]
