@@ -50,7 +50,9 @@ def findings() -> list[str]:
     problems = []
     for kind in KINDS:
         entries = written.get(kind, {})
-        problems += [f'{kind} "{name}" has no entry in docs/algorithms.toml' for name in found[kind].keys() - entries.keys()]
+        problems += [
+            f'{kind} "{name}" has no entry in docs/algorithms.toml' for name in found[kind].keys() - entries.keys()
+        ]
         problems += [f'docs/algorithms.toml: no {kind} is named "{name}"' for name in entries.keys() - found[kind].keys()]
         for name, entry in entries.items():
             lacking = {"formula", "source", "metrics"} - entry.keys()
@@ -64,7 +66,7 @@ def page() -> str:
     lines = [written["intro"].strip(), ""]
     for kind in KINDS:
         lines += [f"## {PLURAL[kind]}", "", written["text"][kind].strip(), ""]
-        lines += table(written[kind], found[kind], reads=kind in ("advantage", "loss", "correction")) + [""]
+        lines += [*table(written[kind], found[kind], reads=kind in ("advantage", "loss", "correction")), ""]
     return "\n".join([*lines, written["outro"].strip(), ""])
 
 

@@ -4,8 +4,8 @@
     python scripts/run_recipes.py ppo grpo --device cuda --set seed=1
     python scripts/run_recipes.py --draw                   # nothing is run: the newest run of each recipe in --out
 
-A recipe states its target as the tag "target_reward=<number>": the mean reward over the last five steps. What is compared
-and drawn is each run's own metrics.jsonl. Writes the picture (--picture, docs/recipes.svg) and the table beside it (.md).
+A recipe states its target as the tag "target_reward=<number>": the mean reward over the last five steps that had one. What
+is compared and drawn is each run's own metrics.jsonl. Writes the picture (--picture, docs/recipes.svg) and the table beside it (.md).
 Exit code 1 when a run failed or missed its target.
 """
 
@@ -34,7 +34,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 44, 150, 16, 40
 
 @dataclass(slots=True)
 class Curve:
-    """One recipe and its run."""
+    """One recipe and its run. A step whose groups were all dropped has no reward and no point in the curve."""
 
     name: str
     target: float
@@ -86,11 +86,13 @@ def read_curve(recipe: Path, out: Path, sets: Sequence[str]) -> Curve:
     file = folder / "metrics.jsonl" if folder else None
     for line in file.read_text("utf-8").splitlines() if file and file.is_file() else ():
         row = json.loads(line)
-        curve.seconds += row.get("step/seconds", 0.0)
-        if "reward/mean" in row and "step/seconds" in row:  # evaluations have rows of their own
+        if "step/seconds" not in row:  # evaluations have rows of their own
+            continue
+        curve.seconds += row["step/seconds"]
+        curve.complete = row["step"] == config.steps
+        if "reward/mean" in row:
             curve.steps.append(row["step"])
             curve.rewards.append(row["reward/mean"])
-    curve.complete = bool(curve.steps) and curve.steps[-1] == config.steps
     return curve
 
 
@@ -143,12 +145,13 @@ def picture(curves: Sequence[Curve]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def write(curves: Sequence[Curve], file: Path) -> None:
+def write(curves: Sequence[Curve], file: Path, note: str = "") -> None:
     """The picture and, beside it, the page that shows it."""
     file.write_text(picture(curves), "utf-8")
     page = (
         "# Recipes\n\n*Written by `scripts/run_recipes.py` from the runs' own `metrics.jsonl`.*\n\n"
-        f"Mean reward of each step on the task of the quickstart.\n\n![curves]({file.name})\n\n{table(curves)}\n"
+        f"Mean reward of each step on the task of the quickstart. {note}".rstrip()
+        + f"\n\n![curves]({file.name})\n\n{table(curves)}\n"
     )
     file.with_suffix(".md").write_text(page, "utf-8")
 
@@ -160,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="handed to each run")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "recipes.svg")
+    parser.add_argument("--note", default="", help="a sentence for the page: on what machine, with what settings")
     parser.add_argument("--draw", action="store_true", help="run nothing, read the newest runs")
     chosen = parser.parse_args(arguments)
     files = recipes(chosen.names)
@@ -170,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed.append(f"{recipe.stem}: the run ended with exit code {code}")
             refused |= {recipe} if code == EXIT_USAGE else set()  # there is no run to read
     curves = [read_curve(recipe, chosen.out, chosen.sets) for recipe in files if recipe not in refused]
-    write(curves, chosen.picture)
+    write(curves, chosen.picture, chosen.note)
     print(table(curves))
     for curve in curves:
         if curve.complete and not curve.passed:

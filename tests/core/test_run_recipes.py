@@ -55,6 +55,14 @@ def test_the_mean_of_the_last_five_steps_decides(tmp_path, rewards, reached, pas
     assert (curve.reached, curve.passed) == (None if reached is None else pytest.approx(reached), passed)
 
 
+def test_steps_without_a_reward_are_no_points_but_steps(tmp_path):
+    logged(tmp_path / "runs", [0.5] * 5)  # and of the sixth, all groups were dropped
+    with next((tmp_path / "runs").glob("*/metrics.jsonl")).open("a") as file:
+        file.write(json.dumps({"step": 6, "step/seconds": 0.5}) + "\n")
+    curve = run_recipes.read_curve(recipe(tmp_path, 0.5), tmp_path / "runs", [])
+    assert curve.passed and curve.steps == [1, 2, 3, 4, 5] and curve.seconds == 3.0
+
+
 def test_a_run_of_a_longer_name_is_another_recipes(tmp_path):
     logged(tmp_path / "runs", [0.1] * 6)
     logged(tmp_path / "runs", [0.9] * 6, name="toy-large-20260101-000000")
