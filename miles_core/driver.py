@@ -22,7 +22,6 @@ from miles_core.view import RunView
 
 CONFIG_FILE = "config.toml"
 PAYLOAD_FILE = "run.json"
-LOCK_FILE = ".lock"
 MIN_FREE_BYTES = 64 << 20
 
 
@@ -68,17 +67,22 @@ def check_writable(folder: Path) -> None:
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Holds the folder for this process: two runs in one folder would mix their lines and delete each other's checkpoints.
-    Raises ConfigError when another process holds it. The kernel lets go when a process dies, however it does; where a
-    file system knows no locks, there is none."""
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(run_dir / LOCK_FILE, "w"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process is running in {run_dir}", "wait for it, or stop it first") from None
-        except OSError:  # a read-only folder is reported by check_writable, with what to do about it
-            pass
+    Raises ConfigError when another process holds it. The lock is on the folder itself, leaves no file behind, and goes with
+    the process, however that ends; where a file system knows no locks, there is none."""
+    try:
+        folder = os.open(run_dir, os.O_RDONLY)
+    except OSError:  # find_resumable says what is wrong with it
         yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"another process is running in {run_dir}", "wait for it, or stop it first") from None
+        yield
+    finally:
+        os.close(folder)
 
 
 def find_resumable(run_dir: Path, view: RunView) -> checkpoint.Found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -197,9 +198,10 @@ def test_a_folder_that_cannot_be_written_or_is_full_is_an_error_of_the_environme
 
 def test_two_runs_in_one_folder_are_refused(capsys):
     folder = finished_run(capsys)
-    with open(folder / ".lock", "w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        code, out, error = miles(capsys, "run.toml", "--resume", str(folder), "--accept-changes", "--set", "steps=2")
+    other = os.open(folder, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    code, out, error = miles(capsys, "run.toml", "--resume", str(folder), "--accept-changes", "--set", "steps=2")
+    os.close(other)
     assert code == 2 and error.startswith(f"error: another process is running in {folder}") and LOADED not in out
     code, out, _ = miles(capsys, "run.toml", "--resume", str(folder), "--accept-changes", "--set", "steps=2")
     assert code == 0 and "done: 2 steps" in out  # the lock went with its holder
@@ -209,11 +211,10 @@ def test_a_run_holds_its_folder_while_it_runs(tmp_path):
     """From outside, in the middle of a run."""
     plugin = tmp_path / "look.py"
     plugin.write_text(
-        "import fcntl\nfrom miles_core import hookimpl\n"
+        "import fcntl, os\nfrom miles_core import hookimpl\n"
         "@hookimpl\ndef miles_run_start(config, run_dir):\n"
-        "    with open(run_dir / '.lock') as file:\n"
-        "        try:\n            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
-        "        except BlockingIOError:\n            print('it is held')\n"
+        "    try:\n        fcntl.flock(os.open(run_dir, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "    except BlockingIOError:\n        print('it is held')\n"
     )
     command = runs.command(tmp_path / "run.toml", tmp_path / "runs", "--plugin-file", str(plugin))
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=runs.environment(MILES_PLUGINS=""))
