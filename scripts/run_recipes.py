@@ -5,7 +5,8 @@
     python scripts/run_recipes.py --draw                   # nothing is run: the newest run of each recipe in --out
 
 A recipe states its target as the tag "target_reward=<number>": the mean reward over the last five steps that had one. What
-is compared and drawn is each run's own metrics.jsonl. Writes the picture (--picture, docs/recipes.svg) and the table beside it (.md).
+is compared and drawn is each run's own metrics.jsonl. Writes the picture (--picture, docs/recipes.svg) and the table
+beside it (.md).
 Exit code 1 when a run failed or missed its target.
 """
 
