@@ -105,6 +105,25 @@ class TestAllVerdicts(contracts.FilterContract):
     component = built_in("filter", "all-verdicts")
 
 
+class TestLengthFilter(contracts.FilterContract):
+    component = built_in("filter", "length")
+    options = {"max_tokens": 3}
+
+
+class TestTruncation(contracts.FilterContract):
+    component = built_in("filter", "truncation")
+
+
+class TestStaleness(contracts.FilterContract):
+    component = built_in("filter", "staleness")
+
+
+class TestOverlong(contracts.RewardContract):
+    component = built_in("reward", "overlong")
+    options = {"cache_tokens": 2, "max_tokens": 4}
+    right, wrong = "4", "4, and more"
+
+
 class TestDrGrpo(contracts.AdvantageContract):
     component = built_in("advantage", "grpo")
     options = {"std": False}

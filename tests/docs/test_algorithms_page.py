@@ -1,4 +1,4 @@
-"""docs/algorithms.md against the registry: names, options and defaults, what is read, and the metrics that are really logged."""
+"""docs/algorithms.md against the registry: names, options and defaults, columns, and the metrics that are really logged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_missing_entry_and_a_surplus_one_are_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("kind", "name"), LOGGED)
 def test_every_metric_is_in_the_table(kind, name, tmp_path):
     """What a component logs on the inputs of its contract suite, without those named after a reward."""
-    origin, component = page.registered()[kind][name]
+    _, component = page.registered()[kind][name]
     if kind == "loss":
         pytest.importorskip("torch")
     emitted = {m for m in metrics_of(kind, component, tmp_path) if "/" not in m}
