@@ -243,3 +243,17 @@ def test_nobody_at_the_url(tmp_path: Path) -> None:
 
     with pytest.raises(EngineFailed, match=r"no SGLang server answers at http://127\.0\.0\.1:9"):
         asyncio.run(work())
+
+
+def test_a_token_that_arrives_late_keeps_the_version_that_the_server_gave_it(tmp_path: Path) -> None:
+    """It is on its way when the version changes, and was sampled before."""
+
+    async def work(fake: FakeSglang, engine: Any) -> Any:
+        weights, new = engine.life.weights, write(tmp_path / "new")
+        await engine.pause("abort")
+        for version in (1, 2):
+            for kind in ("begin", "path", "flush", "commit"):
+                await (send_path(engine, new, version) if kind == "path" else send(engine, kind, version))
+        return [weights.version_of(told) for told in ("1", "updating-2", "2")]
+
+    assert run(work, tmp_path / "model") == [1, 1, 2]
