@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     cls=QuickGroup,
-    help="Installed plugins: what there is, what each offers, what is wrong.",
+    help="Installed plugins, what each offers, and what is wrong.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -78,7 +79,9 @@ def info_command(name: str, distributions: Sequence[Any] | None = None) -> int:
     for kind, entry in components_of(host, loaded):
         typer.echo(f"\n{kind}/{entry.name}  {getattr(entry.component, 'summary', '')}".rstrip())
         for option, field in getattr(getattr(entry.component, "config", None), "model_fields", {}).items():
-            typer.echo(f"  {option}: {type_name(field.annotation)}{default_of(field)}  {field.description or ''}".rstrip())
+            typer.echo(
+                f"  {option}: {type_name(field.annotation)}{default_of(field)}  {one_paragraph(field.description)}".rstrip()
+            )
     return EXIT_OK
 
 
@@ -121,7 +124,25 @@ def type_name(annotation: Any) -> str:
 def default_of(field: Any) -> str:
     if field.is_required():
         return " (required)"
-    return f" = {field.get_default(call_default_factory=True)!r}"
+    return f" = {toml_value(field.get_default(call_default_factory=True))}"
+
+
+def toml_value(value: Any) -> str:
+    """An option's value as it would stand in a config, on one line; TOML has no None."""
+    if value is None:
+        return "(not set)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {toml_value(v)}" for key, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    return repr(value) if isinstance(value, int | float) else json.dumps(str(value), ensure_ascii=False)
+
+
+def one_paragraph(description: str | None) -> str:
+    """Descriptions are broken where the source is; the terminal breaks them anew."""
+    return " ".join((description or "").split())
 
 
 # --- Output ----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from miles_cli.plugins import one_paragraph, print_table, toml_value
 from miles_cli.view import ConsoleView, make_view
 from miles_core.config import ResolvedRun, load
 from miles_core.driver import (
@@ -96,15 +96,12 @@ def refuse_changes(differences: list[str], run_dir: Path, accepted: bool, view: 
 
 def show_plan(run: ResolvedRun, console: Console) -> None:
     """What a run would use: one line per selected component. Nothing is built."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("kind", "component", "plugin", "summary"):
-        table.add_column(title, overflow="fold")
-    for kind, selections in run.selections.items():
-        for selection in selections:
-            table.add_row(
-                kind, selection.name, f"{selection.plugin.name} {selection.plugin.version}", selection.component.summary
-            )
-    console.print(table)
+    rows = [
+        (kind, s.name, f"{s.plugin.name} {s.plugin.version}".strip(), s.component.summary)
+        for kind, selections in run.selections.items()
+        for s in selections
+    ]
+    print_table(("kind", "component", "plugin", "summary"), rows)
     size = f"{run.config.rollout.groups_per_step} x {run.config.rollout.samples_per_group}"
     console.print(f"{run.config.steps} steps of {size} samples; the config is valid")
     for note in run.notes:
@@ -129,6 +126,8 @@ def help_command(
             if not fields:
                 console.print("  no options")
             for name, info in fields.items():
-                value = getattr(selection.options, name)
-                console.print(f"  {name} = {value!r}  {info.description or ''}", soft_wrap=True, markup=False)
+                value = toml_value(getattr(selection.options, name))
+                console.print(
+                    f"  {name} = {value}  {one_paragraph(info.description)}".rstrip(), soft_wrap=True, markup=False
+                )
     return EXIT_OK
