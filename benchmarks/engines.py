@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from miles_core.engines import EnginePool
+from miles_core.errors import RunFailed
 from miles_core.types import GenerateRequest, SamplingParams
 
 HERE = Path(__file__).resolve().parent
@@ -60,19 +61,24 @@ async def ask_pool(pool: EnginePool, prompts: Any, options: argparse.Namespace, 
     seconds = time.perf_counter() - began
     bad = [answer.reason for answer in answers if answer.finish != "length"]
     if bad:
-        raise SystemExit(f"{len(bad)} of {len(answers)} requests failed: {bad[0]}")
+        raise RunFailed(f"{len(bad)} of {len(answers)} requests failed: {bad[0]}")
     return sum(len(answer.token_ids) for answer in answers) / seconds
 
 
 def ask_plain(url: str, prompts: Any, options: argparse.Namespace, folder: Path, like: bool) -> float:
     """The same by SGLang's client."""
+    from miles_sglang_rollout import SglangEngineConfig
+    from miles_sglang_rollout.arguments import installed, on_cpu, server_environment
+
+    config = SglangEngineConfig(device=options.device)
     data, result = folder / "prompts.json", folder / f"plain-{time.monotonic_ns()}.jsonl"
     data.write_text(json.dumps({"prompts": prompts, "new_tokens": options.new_tokens}))
     more = ["--return-logprob", "--disable-stream"] if like else []
     command = [options.python, str(HERE / "engines_plain.py"), str(data), str(result), "--base-url", url, *more]
-    done = subprocess.run(command, capture_output=True, text=True)
+    env = server_environment(config, installed(options.python), on_cpu(config))
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode or not result.exists():
-        raise SystemExit(f"SGLang's client failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        raise RunFailed(f"SGLang's client failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     row = json.loads(result.read_text("utf-8").splitlines()[-1])
     return len(prompts) * options.new_tokens / row["duration"]
 

@@ -151,6 +151,13 @@ def gpus_of(config: SglangEngineConfig) -> float:
     return float(size if args.get("enable_dp_attention") else size * args.get("dp_size", 1))
 
 
+def first_gpu(index: int, gpus: int, visible: int) -> int:
+    """SGLang's `base_gpu_id` of replica `index`: replicas lie side by side on what this process sees, and start again at 0
+    when that is used up. A worker of the launcher sees its own GPUs alone."""
+    places = max(visible // max(gpus, 1), 1)
+    return index % places * gpus
+
+
 def server_arguments(
     config: SglangEngineConfig, *, model: Path, port: int, cpu: bool, seed: int, tokenizer: bool
 ) -> dict[str, Any]:

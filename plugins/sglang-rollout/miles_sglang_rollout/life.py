@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
+import os
 import secrets
 import sys
 import time
@@ -15,9 +16,10 @@ from typing import Any
 
 from miles_core.errors import EngineFailed
 from miles_core.launch import EngineDied
+from miles_core.placement import visible_gpus
 from miles_core.worker import place
 from miles_sglang_rollout import SglangEngineConfig
-from miles_sglang_rollout.arguments import installed, server_arguments, server_environment
+from miles_sglang_rollout.arguments import first_gpu, gpus_of, installed, server_arguments, server_environment
 from miles_sglang_rollout.channels import WeightChannel
 from miles_sglang_rollout.client import Client
 from miles_sglang_rollout.server import Server
@@ -89,6 +91,9 @@ class Life:
             seed=self._seed,
             tokenizer=self._needs_text,
         )
+        if not self._cpu:
+            visible = len(visible_gpus(os.environ, Path("/dev")))
+            args.setdefault("base_gpu_id", first_gpu(self._index, int(gpus_of(self.config)), visible))
         host = args["host"]
         key = str(args.get("api_key") or "")
         if host not in LOOPBACK and not key:

@@ -6,6 +6,7 @@ it must be there.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import logging
 import sys
@@ -108,12 +109,12 @@ def start_server(model: Path, folder: Path, args: dict[str, Any]) -> Shared:
                 return Shared(server, url, model)
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
-    raise RuntimeError("\n".join(server.reason()))
+    reason = server.reason()
+    asyncio.run(server.close())
+    raise RuntimeError("\n".join(reason))
 
 
 def end(running: list[tuple[Any, Shared]]) -> None:
-    import asyncio
-
     for _, shared in running:
         asyncio.run(shared.server.close())
     running.clear()

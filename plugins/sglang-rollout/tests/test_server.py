@@ -26,6 +26,7 @@ from miles_sglang_rollout.arguments import (
     argument_names,
     check_arguments,
     check_environment,
+    first_gpu,
     gpus_of,
     installed,
     server_arguments,
@@ -106,6 +107,15 @@ def test_gpus_are_those_of_all_ranks() -> None:
     assert (gpus(), gpus(tp_size=4, pp_size=2), gpus(tp_size=2, dp_size=3)) == (1.0, 8.0, 6.0)
     assert gpus(tp_size=4, dp_size=4, enable_dp_attention=True) == 4.0  # the same four
     assert gpus_of(SglangEngineConfig(device="cpu", server_args={"tp_size": 4})) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("index", "gpus", "visible", "first"),
+    [(0, 1, 8, 0), (3, 1, 8, 3), (1, 4, 8, 4), (2, 4, 8, 0), (1, 1, 1, 0), (5, 2, 2, 0), (0, 1, 0, 0)],
+)
+def test_replicas_lie_side_by_side_on_the_gpus(index: int, gpus: int, visible: int, first: int) -> None:
+    """The last but one is a worker that sees its own two GPUs alone."""
+    assert first_gpu(index, gpus, visible) == first
 
 
 def test_the_users_arguments_come_last(tmp_path: Path) -> None:
