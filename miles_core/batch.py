@@ -11,14 +11,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from miles_core.batch_checks import check_sample, check_zero_outside, checked_mask, checked_rows, require_field
+from miles_core.batch_checks import called, check_sample, check_zero_outside, checked_mask, checked_rows, require_field
 from miles_core.component import merge_metric
-from miles_core.errors import ContractError, MilesError, RunFailed
+from miles_core.errors import ContractError
 from miles_core.fields import FieldSpec
 from miles_core.interfaces import Advantage, Correction
 from miles_core.settings import TrainTable
 from miles_core.stats import logprob_gap, rollout_metrics
-from miles_core.types import AdvantageInputs, CorrectionInputs, Metric, Sample, SampleGroup, TrainBatch
+from miles_core.types import (
+    AdvantageInputs,
+    AdvantageOutput,
+    CorrectionInputs,
+    CorrectionOutput,
+    Metric,
+    Sample,
+    SampleGroup,
+    TrainBatch,
+)
 from miles_core.votes import CUT, FAILED, sample_id, trajectory_rewards
 from miles_core.weights import Rows, pair_tuples, token_weights, weigh
 
@@ -153,12 +162,7 @@ def apply_advantages(batch: RolloutBatch, advantages: Sequence[tuple[str, Advant
             advantages=last,
             returns=returns,
         )
-        try:
-            output = advantage(inputs)
-        except MilesError:
-            raise
-        except Exception as error:
-            raise RunFailed(f"{where} raised {type(error).__name__}: {error}") from error
+        output = called(where, advantage, inputs, AdvantageOutput)
         last = checked_rows(where, "advantages", batch.samples, output.advantages, batch.mask)
         check_zero_outside(where, batch.samples, output.advantages, batch.mask)
         if output.returns is not None:
@@ -277,12 +281,7 @@ def _correct(batch: RolloutBatch, part: TrainBatch, corrections: Sequence[tuple[
             columns=part.columns,
             version=part.version,
         )
-        try:
-            output = correction(inputs)
-        except MilesError:
-            raise
-        except Exception as error:
-            raise RunFailed(f"{where} raised {type(error).__name__}: {error}") from error
+        output = called(where, correction, inputs, CorrectionOutput)
         new = checked_mask(where, part, output.mask)
         if rule == "shrink":
             removed = (old & ~now for old, now in zip(part.mask, new, strict=True))

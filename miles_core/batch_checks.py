@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 
-from miles_core.errors import ContractError
+from miles_core.errors import ContractError, MilesError, RunFailed
 from miles_core.fields import FieldSpec, check_field, fill_field
-from miles_core.types import Sample, TrainBatch
+from miles_core.types import Reduce, Sample, TrainBatch
 from miles_core.votes import sample_id
 from miles_core.weights import Rows
+
+Output = TypeVar("Output")
+
+
+def called(where: str, function: Callable[[Any], Any], inputs: Any, kind: type[Output]) -> Output:
+    """What `function` makes of `inputs`. Raises RunFailed with what it raised, and ContractError when that is no `kind` or
+    its metrics are none; both name `where`."""
+    try:
+        output = function(inputs)
+    except MilesError:
+        raise
+    except Exception as error:
+        raise RunFailed(f"{where} raised {type(error).__name__}: {error}") from error
+    if not isinstance(output, kind):
+        raise ContractError(f"{where} returned {_short(output)}, not {kind.__name__}")
+    check_metrics(where, output.metrics)  # type: ignore[attr-defined]
+    return output
+
+
+def check_metrics(where: str, metrics: Mapping[str, Any]) -> None:
+    """Raises ContractError for a metric that is no (sum, count, reduce)."""
+    for name, metric in metrics.items():
+        if not isinstance(metric, tuple) or len(metric) != 3 or metric[2] not in get_args(Reduce):
+            raise ContractError(
+                f'{where} returned {_short(metric)} as its metric "{name}"; a metric is (sum, count, reduce), with reduce '
+                f"one of {', '.join(get_args(Reduce))}"
+            )
+
+
+def _short(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.60}" if value is not None else "None"
 
 
 def check_sample(sample: Sample) -> None:
@@ -31,11 +63,15 @@ def check_sample(sample: Sample) -> None:
 
 def checked_rows(where: str, name: str, samples: Sequence[Sample], rows: Sequence[np.ndarray], masks: Rows) -> Rows:
     """`rows` as float32[T], zeroed outside the mask. `where`, not a sum with the mask: NaN times 0 is NaN."""
-    if len(rows) != len(samples):
-        raise ContractError(f"{where} returned {len(rows)} rows of {name} for {len(samples)} samples")
+    _check_count(where, f"rows of {name}", rows, len(samples))
     out: Rows = []
     for sample, row, mask in zip(samples, rows, masks, strict=True):
-        array = np.asarray(row, dtype=np.float32)
+        try:
+            array = np.asarray(row, dtype=np.float32)
+        except (TypeError, ValueError):
+            raise ContractError(
+                f"{where} returned {name} for sample {sample_id(sample)} that are no numbers: {_short(row)}"
+            ) from None
         if array.shape != mask.shape:
             raise ContractError(
                 f"{where} returned {name} of shape {array.shape} for sample {sample_id(sample)} of {len(mask)} tokens"
@@ -48,11 +84,19 @@ def checked_rows(where: str, name: str, samples: Sequence[Sample], rows: Sequenc
     return out
 
 
+def _check_count(where: str, what: str, rows: Any, expected: int) -> None:
+    if not isinstance(rows, Sequence | np.ndarray) or isinstance(rows, str):
+        raise ContractError(f"{where} returned {_short(rows)} for the {what}; it is a list with one array per sample")
+    if len(rows) != expected:
+        raise ContractError(f"{where} returned {len(rows)} {what} for {expected} samples")
+
+
 def checked_mask(where: str, part: TrainBatch, masks: Sequence[np.ndarray]) -> Rows:
     """The masks that a correction returned; it may mask, never unmask."""
-    if len(masks) != len(part.samples):
-        raise ContractError(f"{where} returned {len(masks)} masks for {len(part.samples)} samples")
+    _check_count(where, "masks", masks, len(part.samples))
     for sample, old, new in zip(part.samples, part.mask, masks, strict=True):
+        if not isinstance(new, np.ndarray):
+            raise ContractError(f"{where} returned {_short(new)} as the mask of sample {sample_id(sample)}, not an array")
         if new.shape != old.shape or new.dtype != bool:
             raise ContractError(
                 f"{where} returned a mask {new.dtype}{new.shape} for sample {sample_id(sample)} of {len(old)} tokens"

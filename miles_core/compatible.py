@@ -21,6 +21,29 @@ def clashes(run: ResolvedRun) -> Iterator[str]:
     """One sentence per pair of choices that cannot be together; each names the components and the settings."""
     yield from _truncated_sampling(run)
     yield from _unsampled_answers(run)
+    if run.config.loss and not any(table.weight for table in run.config.loss):
+        yield f"{run.tables.where(('loss',))}: every [[loss]] has weight 0, and nothing would be trained"
+
+
+def doubts(run: ResolvedRun) -> Iterator[str]:
+    """One sentence per choice that is allowed, and with which a run learns nothing or something else than is meant."""
+    config = run.config
+    if config.reward and not any(table.weight for table in config.reward):
+        yield "every [[reward]] has weight 0: scores are logged, and the reward of every answer is 0"
+    for chosen in run.all("loss"):
+        if chosen.table.weight < 0:
+            yield f"{chosen.where}: {chosen.label} has weight {chosen.table.weight:g}: what it minimises is maximised"
+    if config.rollout.samples_per_group == 1 and _only_advantages_teach(run):
+        for chosen in run.all("advantage"):
+            if trait(chosen.component, "baseline", chosen.options) == "group":
+                yield (
+                    f"rollout.samples_per_group = 1: {chosen.label} compares the answers to one prompt, and one alone "
+                    "gets the advantage 0: nothing is learnt; set it to 2 or more"
+                )
+
+
+def _only_advantages_teach(run: ResolvedRun) -> bool:
+    return all(s.component.traits.get("zero_advantage") == "no-gradient" for s in run.all("loss"))
 
 
 def _truncated_sampling(run: ResolvedRun) -> Iterator[str]:

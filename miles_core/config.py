@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core import __version__
-from miles_core.compatible import clashes
+from miles_core.compatible import clashes, doubts
 from miles_core.discovery import BUILTIN, PluginInfo
 from miles_core.dump import MASK, mask_values, secret_values, write_toml
 from miles_core.errors import ConfigError, MilesError, PluginError
@@ -297,6 +297,7 @@ def check_values(run: ResolvedRun) -> list[str]:
             "there is no [[reward]]: every answer gets the reward 0, and the loss learns nothing unless an advantage has "
             "another teacher"
         )
+    notes += doubts(run)
     problems += [*_duplicates(run), *clashes(run)]
     if problems:
         raise (

@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from miles_core.types import SampleGroup
+from miles_core.errors import ContractError, MilesError, RunFailed
+from miles_core.interfaces import Filter
+from miles_core.types import SampleGroup, Verdict
+
+
+def verdict_of(filters: Iterable[tuple[str, Filter]], group: SampleGroup) -> Verdict:
+    """The first refusal, under its own reason or the filter's name, or else a Verdict that keeps the group.
+
+    Raises RunFailed with what a filter raised, ContractError when it returned no Verdict; both name filter and group."""
+    for name, judge in filters:
+        try:
+            verdict = judge.check(group)
+        except MilesError:
+            raise
+        except Exception as error:
+            raise RunFailed(f'filter "{name}" raised {type(error).__name__} on group {group.id}: {error}') from error
+        if not isinstance(verdict, Verdict) or not isinstance(verdict.reason, str):
+            raise ContractError(
+                f'filter "{name}" returned {verdict!r:.80} for group {group.id}, not a Verdict whose reason is a text'
+            )
+        if not verdict.keep:
+            return Verdict(keep=False, reason=verdict.reason or name)
+    return Verdict(keep=True)
 
 
 class Drops:

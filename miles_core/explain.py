@@ -92,6 +92,8 @@ def explain(
     sentence for a key that `model`, the table around it, does not have."""
     found: dict[Key, str] = {}
     for item in error.errors(include_url=False):
+        if item["type"] == "too_short" and len(item["input"]) >= item["ctx"]["min_length"]:
+            continue  # elements that are refused themselves, each with a sentence of its own
         key = _path(item, raw)
         if item["type"] == "extra_forbidden":
             found.setdefault(key, unknown(key, _model_at(model, key[:-1])))

@@ -104,9 +104,19 @@ def correction(
     return _decorator("correction", name, _as_is, ARGUMENTS["correction"], summary, (), requires, needs, traits)
 
 
-def advantage(name: str, *, needs: Iterable[str] = (), summary: str = "", requires: Requires = ()) -> Decorator:
-    """`f(inputs: AdvantageInputs, *, ...) -> AdvantageOutput`. `needs`: the columns that it reads."""
-    return _decorator("advantage", name, _as_is, ARGUMENTS["advantage"], summary, (), requires, needs)
+def advantage(
+    name: str,
+    *,
+    needs: Iterable[str] = (),
+    provides: Iterable[str] = (),
+    summary: str = "",
+    requires: Requires = (),
+) -> Decorator:
+    """`f(inputs: AdvantageInputs, *, ...) -> AdvantageOutput`. `needs`: the columns that it reads; `provides`:
+    "column/returns" where it gives the returns that a loss of a critic learns."""
+    return _decorator(
+        "advantage", name, _as_is, ARGUMENTS["advantage"], summary, (), requires, needs, provides=frozenset(provides)
+    )
 
 
 def loss(
@@ -122,6 +132,13 @@ def loss(
     """`f(x: LossInputs, *, ...) -> LossOutput`, inside trainer ranks. `needs`: what it may ask of `x.get`; `scope`: which
     token weights apply; `ratio`: "sequence" when it weighs whole sequences by their probability; `zero_advantage`:
     "no-gradient" when a token without advantage has no gradient."""
+    for option, value, known in (
+        ("scope", scope, ("policy", "value", "pair")),
+        ("ratio", ratio, ("token", "sequence")),
+        ("zero_advantage", zero_advantage, (None, "no-gradient")),
+    ):
+        if value not in known:
+            raise PluginError(f'loss "{name}": {option} is one of {", ".join(map(repr, known))}, not {value!r}')
     traits = {"scope": scope, "ratio": ratio} | ({"zero_advantage": zero_advantage} if zero_advantage else {})
     return _decorator("loss", name, _as_is, ARGUMENTS["loss"], summary, (), requires, needs, traits)
 
@@ -145,6 +162,7 @@ def _decorator(
     requires: Requires = (),
     needs: Iterable[str] = (),
     traits: dict[str, Any] | None = None,
+    provides: frozenset[str] = frozenset(),
 ) -> Decorator:
     if not isinstance(name, str):
         raise PluginError(f'@{kind} needs a name: @miles_core.{kind}("my-{kind}")')
@@ -169,6 +187,7 @@ def _decorator(
             needs=(lambda _: needed) if needed else None,
             secrets=tuple(secrets),
             traits=traits or {},
+            provides=provides,
         )
 
     return decorate

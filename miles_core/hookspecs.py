@@ -108,7 +108,8 @@ def miles_filters() -> Iterable[Component[Any]]:
 
 @hookspec
 def miles_advantages() -> Iterable[Component[Any]]:
-    """Per-token advantages from rewards; several are chained in the order of the config.
+    """Per-token advantages from rewards; several are chained in the order of the config. One that gives `returns` provides
+    "column/returns"; the trait `baseline = "group"` says that it compares the answers to one prompt with each other.
 
     Runs in: driver. Called: once, when the run is wired. Returns: components that build an `Advantage`. Since: 0.1.
     """

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from miles_core.builtin.rollouts import fits, prompt_tokens
-from miles_core.errors import DataError
+from miles_core.errors import ContractError, DataError, MilesError, RunFailed
 from miles_core.group_state import prompt_from_state, prompt_to_state
 from miles_core.interfaces import DataSource, Sampler, Tokenizer
 from miles_core.types import Prompt, SampleGroup
@@ -141,7 +141,7 @@ class PromptFeed:
             return self.data.next(n)
         skipped = 0
         while not self._waiting and (offered := self.data.next(n)):
-            for prompt in self.sampler.pick(offered, self.history):
+            for prompt in self._picks(offered):
                 self._waiting.append(replace(prompt, draw=self._draws))
                 self._draws += 1
             skipped += len(offered)
@@ -149,6 +149,23 @@ class PromptFeed:
                 raise DataError(f"the sampler kept nothing of the last {skipped} prompts (sampler.use)")
         picked, self._waiting = self._waiting[:n], self._waiting[n:]
         return picked
+
+    def _picks(self, offered: list[Prompt]) -> list[Prompt]:
+        """What the sampler makes of `offered`. Raises RunFailed with what it raised, or ContractError."""
+        assert self.sampler is not None
+        try:
+            given = self.sampler.pick(offered, self.history)
+            picks = list(given) if isinstance(given, Iterable) else None
+        except MilesError:
+            raise
+        except Exception as error:
+            raise RunFailed(f"the sampler (sampler.use) raised {type(error).__name__}: {error}") from error
+        if picks is None:
+            raise ContractError(f"the sampler (sampler.use) returned {given!r:.60}, not a list of prompts")
+        for pick in picks:
+            if not isinstance(pick, Prompt):
+                raise ContractError(f"the sampler (sampler.use) returned {pick!r:.60} among its picks, which is no Prompt")
+        return picks
 
     def _drop(self, prompt: Prompt, num_tokens: int) -> None:
         problem = f'prompt "{prompt.id}" has {num_tokens} tokens, and the context holds {self.max_context}'

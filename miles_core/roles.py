@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from miles_core.config import ResolvedRun
 from miles_core.errors import ConfigError
+from miles_core.explain import nearest
 from miles_core.registry import a
 from miles_core.resolve import Selection
 
@@ -21,11 +22,16 @@ FORWARD_COLUMNS = {
 """Columns that cost a forward pass: name -> (role, output)."""
 
 DIVERGENCE = re.compile(r"(reverse_kl|forward_kl):([a-z_]+)(?::([1-9][0-9]*))?")
+TOP_K = re.compile(r"topk:[1-9][0-9]*")
 COMPUTED = ("entropy", "logsumexp", "topk", "values", "reverse_kl", "forward_kl")
 """First parts of the names that a trainer computes in its pass for a loss, besides log-probabilities; a trainer says in its
 trait "outputs" which of them it can."""
 LANGUAGE = ("logprobs", "entropy", "logsumexp", "topk", "reverse_kl", "forward_kl")
 """Those of them, and log-probabilities, that a model without a language-model head cannot give."""
+
+
+COLUMNS = ("logprobs", "rollout_logprobs", "advantages", "returns", "baseline", "multiplier", "pair_ids", "pair_sign")
+"""Further names that `needs` may hold; besides these there are the side channels, and "column/<name>" of a component."""
 
 
 class Divergence(NamedTuple):
@@ -68,12 +74,22 @@ def value_losses(run: ResolvedRun) -> list[Selection]:
 def _wrong_names(run: ResolvedRun) -> Iterator[str]:
     trainer = run.all("trainer")[0]
     offered = trainer.component.traits.get("outputs")
+    columns = {*COLUMNS, *FORWARD_COLUMNS, *run.host.fields}
+    columns |= {c.removeprefix("column/") for s in run.chosen() for c in s.component.provided(s.options)}
     for selection in (s for kind in ("advantage", "correction", "loss") for s in run.all(kind)):
         who = f"{selection.where}: {selection.label}"
         for name in sorted(selection.component.needed(selection.options)):
             base = name.partition(":")[0]
             if base in COMPUTED and offered is not None and base not in offered:
                 yield f'{who} needs "{name}", which {trainer.label} does not compute; it gives {", ".join(sorted(offered))}'
+            if base not in columns and base not in COMPUTED:
+                close = nearest(name, [*columns, *COMPUTED])
+                yield f'{who} needs "{name}", which nothing makes' + (f'; did you mean "{close}"?' if close else "")
+            if base == "topk" and not TOP_K.fullmatch(name):
+                yield f'{who} needs "{name}"; write topk:<K> with K > 0'
+            role = FORWARD_COLUMNS.get(name, ("policy",))[0]
+            if role not in ("policy", *run.config.roles):
+                yield f'{who} needs "{name}" of the role "{role}", which is not there; add a table [roles.{role}]'
             try:
                 wanted = divergence(name)
             except ConfigError as error:

@@ -16,6 +16,7 @@ from miles_core.batch import needs_old_forward
 from miles_core.buffer import GroupBuffer
 from miles_core.component import Environment
 from miles_core.config import ResolvedRun
+from miles_core.drops import verdict_of
 from miles_core.engines import PUSH_MODES, EnginePool
 from miles_core.errors import ConfigError, MilesError
 from miles_core.evaluate import EVAL_SEED
@@ -266,11 +267,7 @@ class Session:
         return prompts
 
     def _verdict(self, group: SampleGroup) -> Verdict:
-        for name, check in self.filters:
-            verdict = check.check(group)
-            if not verdict.keep:
-                return Verdict(keep=False, reason=verdict.reason or name)
-        return Verdict(keep=True)
+        return verdict_of(self.filters, group)
 
     # --- Weights -----------------------------------------------------------------------------------------------------
 

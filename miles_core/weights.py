@@ -83,7 +83,10 @@ def pair_tuples(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
         if "pair" in sample.metadata:
             pairs.setdefault((sample.group_id, sample.metadata["pair"]), []).append(i)
     if samples and not pairs:
-        raise ContractError('a loss has scope "pair", but no sample says in metadata["pair"] which pair it belongs to')
+        raise ContractError(
+            'a loss has scope "pair", but no sample says in metadata["pair"] which pair it belongs to',
+            "use a rollout that sets it, for example recorded (miles-recorded-rollout) on a data set of pairs",
+        )
     return [tuple(members) for members in pairs.values()]
 
 

@@ -173,7 +173,8 @@ def explained(error: Exception, selection: Selection, doing: str) -> MilesError:
     """An error of a plugin's code as one that names component and plugin; errors made for users keep their class."""
     if isinstance(error, MilesError):
         if selection.label not in str(error):
-            error.args = (f"{error}\n  in {doing} {selection.label}, {selection.where}",)
+            where = "" if selection.where in str(error) else f", {selection.where}"
+            error.args = (f"{error}\n  in {doing} {selection.label}{where}",)
         return error
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, ImportError):

@@ -119,6 +119,7 @@ COMPONENTS: dict[str, list[Component[Any]]] = {
             config=GrpoConfig,
             build=_build_grpo,
             check=order_check("grpo", first=True),
+            traits={"baseline": "group"},
         ),
         Component(
             name="rloo",
@@ -128,6 +129,7 @@ COMPONENTS: dict[str, list[Component[Any]]] = {
             requires=lambda config: ("role/reference",) if config.kl_coef else (),
             needs=lambda config: KL_COLUMNS if config.kl_coef else frozenset(),
             check=order_check("rloo", first=True),
+            traits={"baseline": "group"},
         ),
         Component(
             name="gae",
@@ -137,6 +139,7 @@ COMPONENTS: dict[str, list[Component[Any]]] = {
             requires=lambda config: ("role/critic", *(("role/reference",) if config.kl_coef else ())),
             needs=lambda config: frozenset({"old_values"}) | (KL_COLUMNS if config.kl_coef else frozenset()),
             check=order_check("gae", first=True),
+            provides=frozenset({"column/returns"}),
         ),
     ]
 }

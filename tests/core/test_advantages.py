@@ -148,6 +148,11 @@ def test_gae_runs_through_the_segments_of_a_trajectory():
     assert second == pytest.approx([0.95, 1])
 
 
+def test_of_the_core_only_gae_gives_returns_and_says_so():
+    """A loss of a critic requires "column/returns": without them it is refused before any model loads."""
+    assert {n for n, c in ADVANTAGES.items() if "column/returns" in c.provided(c.config())} == {"gae"}
+
+
 def test_E1_gae_of_an_empty_response():
     batch = run(
         "gae",

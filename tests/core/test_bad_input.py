@@ -241,3 +241,19 @@ def test_workers_that_become_ready_after_a_run_was_stopped_raise_nothing_in_thei
         pool.start()
         pool.close()
     assert raised == []
+
+
+# --- One message, said once --------------------------------------------------------------------------------------------
+
+
+def test_an_element_that_is_refused_is_not_missed_as_well(capsys):
+    """The only [[loss]] has a wrong weight: pydantic leaves it out and then misses one."""
+    code, _, error = miles(capsys, "run.toml", "--set", "loss[0].weight=nan")
+    assert code == 2 and "loss[0].weight" in error and "element" not in error and "problems" not in error
+
+
+def test_the_place_of_a_refusal_is_said_once(capsys):
+    more = ("--set", "advantage[0].use=grpo", "--set", "advantage[1].use=grpo")
+    Path("run.toml").write_text(TOY + '[[advantage]]\nuse = "grpo"\n[[advantage]]\nuse = "grpo"\n')
+    code, _, error = miles(capsys, "run.toml", *more)
+    assert code == 2 and error.count("advantage[1].use") == 1 and 'advantage "grpo" (built in)' in error

@@ -20,7 +20,12 @@ def made(name, traits, **more):
 
 @hookimpl
 def miles_losses():
-    return [made("whole", {"ratio": "sequence"}), made("single", {"ratio": "token"})]
+    dead = {"ratio": "token", "zero_advantage": "no-gradient"}
+    return [made("whole", {"ratio": "sequence"}), made("single", {"ratio": "token"}), made("dead", dead)]
+
+@hookimpl
+def miles_advantages():
+    return [made("mine", {})]
 
 @hookimpl
 def miles_corrections():
@@ -81,3 +86,33 @@ def test_answers_that_were_not_sampled_have_no_logprobs_to_compare_with(dists: D
     assert 'rollout "given" (miles-odd 1.0) were not sampled' in refused(dists, given, "train.old_logprobs=rollout")
     message = refused(dists, given, text=CORRECTION.format("levels"))
     assert 'correction "levels" (miles-odd 1.0) compares with the log-probabilities of the engine' in message
+
+
+# --- Choices that are allowed, and with which nothing is learnt ---------------------------------------------------------
+
+
+def noted(dists: Dists, *sets: str, text: str = "") -> str:
+    return " ".join(load(dists, *sets, text=text).notes)
+
+
+def test_losses_that_all_weigh_nothing_are_refused_and_one_of_them_is_not(dists: Dists):
+    assert "loss: every [[loss]] has weight 0" in refused(dists, "loss[0].weight=0.0")
+    assert load(dists, "loss[0].weight=0.0", text=LOSS.format("single")).notes == []
+
+
+def test_a_loss_that_is_turned_round_is_noted(dists: Dists):
+    assert 'loss "clip" (miles-acme 1.2) has weight -2: what it minimises is maximised' in noted(
+        dists, "loss[0].weight=-2.0"
+    )
+
+
+def test_rewards_that_all_weigh_nothing_are_noted(dists: Dists):
+    assert "every [[reward]] has weight 0" in noted(dists, "reward[0].weight=0.0")
+
+
+def test_one_answer_to_a_prompt_is_noted_where_an_advantage_compares_answers(dists: Dists):
+    """`grpo`, the default, gives a single answer 0; a loss without the promise may learn from it all the same."""
+    one = "rollout.samples_per_group=1"
+    assert 'advantage "grpo" (built in) compares the answers to one prompt' in noted(dists, one, "loss[0].use=dead")
+    assert noted(dists, one) == "" == noted(dists, "loss[0].use=dead")
+    assert noted(dists, one, "loss[0].use=dead", text='[[advantage]]\nuse = "mine"\n') == ""

@@ -68,7 +68,23 @@ def infinite(inputs):
     return CorrectionOutput(mask=inputs.mask, multiplier=[np.full(len(m), np.inf) for m in inputs.mask])
 
 
+def wordy(inputs):
+    return CorrectionOutput(mask=inputs.mask, multiplier=["high" for _ in inputs.mask])
+
+
+def one_number(inputs):
+    return CorrectionOutput(mask=inputs.mask, metrics={"share": 0.5})
+
+
+def of_lists(inputs):
+    return CorrectionOutput(mask=[m.tolist() for m in inputs.mask])
+
+
 BAD_CORRECTIONS = [
+    (lambda inputs: None, "keep", "correction/x returned None, not CorrectionOutput"),
+    (wordy, "keep", "correction/x returned multiplier for sample p@0/0 that are no numbers: str 'high'"),
+    (one_number, "keep", r'correction/x returned float 0.5 as its metric "share"; a metric is \(sum, count, reduce\)'),
+    (of_lists, "keep", r"correction/x returned list .* as the mask of sample p@0/0, not an array"),
     (unmask, "keep", "correction/x unmasked a token of sample p@0/0"),
     (short, "keep", "correction/x returned 1 masks for 2 samples"),
     (infinite, "keep", "correction/x returned multiplier inf for sample p@0/0 at token 3"),
@@ -94,7 +110,17 @@ def too_long(inputs):
     return AdvantageOutput(advantages=[np.zeros(len(m) + 1) for m in inputs.mask])
 
 
+def a_rate(inputs):
+    rows = [np.zeros(len(m)) for m in inputs.mask]
+    return AdvantageOutput(advantages=rows, metrics={"rate": (1.0, 2.0, "median")})
+
+
 BAD_ADVANTAGES = [
+    (lambda inputs: None, "advantage/ones returned None, not AdvantageOutput"),
+    (lambda inputs: inputs.mask, "advantage/ones returned list .*, not AdvantageOutput"),
+    (lambda inputs: AdvantageOutput(advantages=0.0), "returned float 0.0 for the rows of advantages; it is a list"),
+    (lambda inputs: AdvantageOutput(advantages=["a", "b"]), "for sample p@0/0 that are no numbers: str 'a'"),
+    (a_rate, 'as its metric "rate".* one of mean, sum, max, min'),
     (nowhere, "advantage/ones gave an advantage to a masked token of sample p@0/0"),
     (not_a_number, "advantage/ones returned advantages nan for sample p@0/0 at token 3"),
     (too_long, r"advantage/ones returned advantages of shape \(6,\) for sample p@0/0 of 5 tokens"),

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import miles_core
 from miles_core.builtin import filters, overlong
 from miles_core.component import Environment
-from miles_core.errors import ConfigError
+from miles_core.drops import verdict_of
+from miles_core.errors import ConfigError, ContractError, RunFailed
 from miles_core.judging import Judge
 from miles_core.scoring import Scorer, combine
 from miles_core.settings import RewardsTable, RewardTable
@@ -242,6 +243,26 @@ def test_the_decorator_makes_a_filter_with_options_and_a_reason():
     built = few.build(few.config(most=2), None)
     assert built.check(lengths(2)) == Verdict(keep=True)
     assert built.check(lengths(3)) == Verdict(keep=False, reason="few-tokens")
+
+
+def judged(check):
+    """The verdict of a run with one filter "own" on a group "p@0"."""
+    return verdict_of([("own", SimpleNamespace(check=check))], make_group([1.0, 0.0]))
+
+
+def test_a_refusal_without_a_reason_goes_by_the_name_of_the_filter():
+    assert judged(lambda group: Verdict(keep=False)) == Verdict(keep=False, reason="own")
+
+
+@pytest.mark.parametrize("given", [None, True, Verdict(keep=False, reason=5)])
+def test_what_is_no_verdict_names_the_filter_and_the_group(given):
+    with pytest.raises(ContractError, match=r'filter "own" returned .* for group p@0, not a Verdict'):
+        judged(lambda group: given)
+
+
+def test_what_a_filter_raises_names_it_and_the_group():
+    with pytest.raises(RunFailed, match='filter "own" raised KeyError on group p@0: 1'):
+        judged(lambda group: {}[1])
 
 
 @settings(max_examples=50, deadline=None)

@@ -166,6 +166,18 @@ def test_an_unknown_denominator_is_refused():
         miles_core.correction("c", denominator="drop")
 
 
+@pytest.mark.parametrize("wrong", [{"scope": "token"}, {"ratio": "group"}, {"zero_advantage": "none"}])
+def test_an_unknown_trait_of_a_loss_is_refused(wrong: dict):
+    (name,) = wrong
+    with pytest.raises(PluginError, match=f'loss "acme": {name} is one of .*, not'):
+        miles_core.loss("acme", needs=(), **wrong)
+
+
+def test_an_advantage_says_that_it_gives_returns():
+    made = miles_core.advantage("acme", provides=["column/returns"])(lambda inputs: inputs)
+    assert made.provided(made.config()) == {"column/returns"}
+
+
 def test_an_option_may_have_the_name_of_a_pydantic_method():
     component = miles_core.reward("r")(lambda sample, *, json=3, copy=False: (json, copy))
     assert built(component, json=4).score(None) == (4, False)

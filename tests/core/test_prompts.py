@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_core.errors import ConfigError, DataError
+from miles_core.errors import ConfigError, ContractError, DataError, RunFailed
 from miles_core.interfaces import DataSource
 from miles_core.prompts import PromptFeed
 from miles_core.testing.samples import group_of, make_group, make_sample
@@ -117,6 +117,23 @@ def test_a_sampler_that_keeps_nothing_is_an_error_and_not_a_loop() -> None:
 
     with pytest.raises(DataError, match="the sampler kept nothing"):
         feed(3, sampler=Nothing())[0].take(1)
+
+
+BAD_PICKS = [
+    (lambda prompts: None, ContractError, r"the sampler \(sampler.use\) returned None, not a list of prompts"),
+    (lambda prompts: ["a"], ContractError, r"the sampler \(sampler.use\) returned 'a' among its picks, which is no Prompt"),
+    (lambda prompts: prompts["x"], RunFailed, r"the sampler \(sampler.use\) raised TypeError: list indices"),
+]
+
+
+@pytest.mark.parametrize(("pick", "kind", "message"), BAD_PICKS)
+def test_a_sampler_that_gives_no_prompts_is_named(pick: Any, kind: type[Exception], message: str) -> None:
+    class Own:
+        def pick(self, prompts: list[Prompt], history: Mapping[str, Any]) -> list[Prompt]:
+            return pick(prompts)
+
+    with pytest.raises(kind, match=message):
+        feed(3, sampler=Own())[0].take(1)
 
 
 class Twice:

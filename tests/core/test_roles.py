@@ -80,6 +80,7 @@ def test_a_name_that_only_looks_like_a_divergence_is_refused(name):
 
 ACCEPTED = [
     plain(),
+    plain("acme_route", "topk:3", "rollout_logprobs"),
     role("teacher") + plain("reverse_kl:teacher"),
     role("reference") + plain("forward_kl:reference:8"),
     role("critic") + squares("values", "returns"),
@@ -112,6 +113,12 @@ REFUSED = [
     (role("critic", shared=True, path="'m'") + squares("values"), ["roles.critic: shared = true puts the value head"]),
     (role("critic", warmup_steps=3) + squares("values"), ["warmup_steps = 3 leaves the policy none of the 3 steps"]),
     (role("critic") + squares("values", "entropy"), ["trains the value model and needs entropy of the policy"]),
+    (
+        plain("old_logprob"),
+        ['loss "plain"', 'needs "old_logprob", which nothing', 'did you mean "old_logprobs"?'],
+    ),
+    (plain("topk:x"), ['needs "topk:x"; write topk:<K> with K > 0']),
+    (plain("old_values"), ['needs "old_values" of the role "critic", which is not there; add a table [roles.critic]']),
     (role("critic") + squares("values") + plain("values"), ["trains the policy and needs values of the critic"]),
 ]
 

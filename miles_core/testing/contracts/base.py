@@ -26,8 +26,10 @@ T = TypeVar("T")
 HEAVY = ("torch", "ray", "transformers", "sglang", "vllm", "megatron", "jax")
 """What a plugin's entry module must do without: it is imported to list components and to validate options."""
 TRAITS: dict[str, dict[str, Any]] = {
+    "advantage": {"baseline": ("group",)},
     "correction": {"denominator": ("keep", "shrink"), "ratio": ("token", "sequence")},
     "engine": {"gpus": float, "uses": frozenset, "python": ("server",)},
+    "launcher": {"processes": ("all",)},
     "loss": {
         "scope": ("policy", "value", "pair"),
         "zero_advantage": ("no-gradient",),

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from miles_core.batch_checks import check_metrics
 from miles_core.component import merge_metric
-from miles_core.errors import ConfigError, ContractError
+from miles_core.errors import ContractError, MilesError, RunFailed
 from miles_core.fields import FieldSpec, pack_field
 from miles_core.types import LossInputs, LossOutput, Metric, TrainBatch
 from miles_fsdp_trainer import OUTPUTS
@@ -112,7 +113,10 @@ def loss_inputs(
         base, language = name.partition(":")[0], "logprobs" in outputs
         missing = OtherRole if base in OUTPUTS and (base == "values") == language else ContractError
         known = sorted({*batch.columns, *outputs} - {"topk_ids", "topk_logprobs"})
-        raise missing(f'a loss asked for "{name}", which its `needs` did not announce', f"here are: {', '.join(known)}")
+        raise missing(
+            f'a loss asked for "{name}", which is not here: its `needs` did not announce it, or nothing makes it',
+            f"here are: {', '.join(known)}",
+        )
 
     def get(name: str) -> Any:
         if name not in cache:
@@ -159,18 +163,16 @@ def total_loss(
     total: torch.Tensor | None = None
     for term in terms:
         try:
-            out = term.function(x)
+            out = _evaluated(term, x)
         except OtherRole:
             continue
+        if out.scope not in batch.token_weights:
+            raise ContractError(
+                f'loss "{term.name}" has scope "{out.scope}", but the batch has no token weights for it',
+                "the trait `scope` of a loss says what its outputs have; the default is policy",
+            )
         if out.scope not in scopes:
             continue
-        if out.per_token.shape != x.mask.shape:
-            raise ContractError(
-                f'loss "{term.name}" returned shape {tuple(out.per_token.shape)} for {len(x.mask)} tokens; one number per '
-                "token is due"
-            )
-        if out.scope not in batch.token_weights:
-            raise ConfigError(f'loss "{term.name}" has scope "{out.scope}", but the batch has no token weights for it')
         weights = micro.flat(batch.token_weights[out.scope]) * term.weight
         if out.scope == "policy":
             weights = weights * x.multiplier
@@ -179,6 +181,31 @@ def total_loss(
         _record(term, out, value, weighted, batch, micro, x, tally)
         total = value if total is None else total + value
     return total
+
+
+def _evaluated(term: Term, x: LossInputs) -> LossOutput:
+    """What the loss gives. Raises RunFailed with what it raised, ContractError for anything but one float32 per token; both
+    name it."""
+    try:
+        out = term.function(x)
+    except (MilesError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise RunFailed(f'loss "{term.name}" raised {type(error).__name__}: {error}') from error
+    if not isinstance(out, LossOutput):
+        raise ContractError(f'loss "{term.name}" returned {type(out).__name__}, not LossOutput')
+    value = out.per_token
+    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.float32, torch.float64):
+        what = f"tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ContractError(
+            f'loss "{term.name}" returned a {what} as per_token; it is a tensor of float32, as what `get` gives'
+        )
+    if value.shape != x.mask.shape:
+        raise ContractError(
+            f'loss "{term.name}" returned shape {tuple(value.shape)} for {len(x.mask)} tokens; one number per token is due'
+        )
+    check_metrics(f'loss "{term.name}"', out.metrics)
+    return out
 
 
 def _record(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from miles_core import BuildContext
-from miles_core.errors import ConfigError, RunFailed, RuntimeMissing
+from miles_core.errors import ConfigError, ContractError, RunFailed, RuntimeMissing
 from miles_core.interfaces import TrainerRank
 from miles_core.roles import divergence
 from miles_core.types import Bucket, RankInfo, StepReport, TrainBatch
@@ -189,6 +189,9 @@ class FsdpRank(TrainerRank):
                 own = total_loss(self.terms, self._scopes(holder), batch, micro, x, tally)
                 if own is None:
                     raise ConfigError(f"trainer fsdp: no loss trains role {holder.name}", "add a [[loss]] for it")
+                if not own.requires_grad and bool(x.mask.any()):
+                    names = ", ".join(term.name for term in self.terms)
+                    raise ContractError(f"no loss ({names}) has a gradient for the {holder.name}; was it detached?")
                 loss = loss + own if own.requires_grad else loss
                 tally.add("packing/computed_tokens", (micro.num_computed, 1.0, "sum"))
                 if holder.name == "policy":

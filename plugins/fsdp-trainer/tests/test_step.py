@@ -155,6 +155,31 @@ def test_F7_a_gradient_that_is_not_finite_stops_the_step(tiny):
     close(parameters(rank), before, rtol=0, atol=0)
 
 
+def per_token(change):
+    return lambda x: LossOutput(per_token=change(x.get("logprobs")))
+
+
+BAD_LOSSES = [
+    (lambda x: None, ContractError, 'loss "own" returned NoneType, not LossOutput'),
+    (lambda x: -x.get("logprobs"), ContractError, 'loss "own" returned Tensor, not LossOutput'),
+    (per_token(lambda p: p.detach().numpy()), ContractError, 'loss "own" returned a ndarray as per_token'),
+    (per_token(lambda p: p.bfloat16()), ContractError, 'loss "own" returned a tensor of torch.bfloat16 as per_token'),
+    (per_token(lambda p: p.long()), ContractError, 'loss "own" returned a tensor of torch.int64 as per_token'),
+    (per_token(lambda p: p[:, None]), ContractError, r'loss "own" returned shape \(\d+, 1\) for \d+ tokens'),
+    (per_token(lambda p: -p.detach()), ContractError, r"no loss \(own\) has a gradient for the policy; was it detached"),
+    (lambda x: LossOutput(per_token=x.get("logprobs"), scope="value"), ContractError, 'loss "own" has scope "value"'),
+    (lambda x: LossOutput(per_token=x.get("logprobs"), metrics={"m": 1.0}), ContractError, 'float 1.0 as its metric "m"'),
+    (lambda x: {}["a"], RunFailed, "loss \"own\" raised KeyError: 'a'"),
+    (lambda x: x.get("advantage"), ContractError, 'a loss asked for "advantage", which is not here'),
+]
+
+
+@pytest.mark.parametrize(("loss", "kind", "message"), BAD_LOSSES)
+def test_a_loss_that_breaks_its_contract_is_named(tiny, loss, kind, message):
+    with pytest.raises(kind, match=message):
+        rank_of(tiny["llama"], [("own", loss)]).step(random_batch())
+
+
 def test_F11_log_probabilities_are_those_of_the_sampling_temperature(tiny):
     samples = [sample("g", i, [5, 6, 7], [8, 9], temperature=t) for i, t in enumerate((0.5, 1.0, 2.0, 0.5))]
     batch, model = batch_of(samples), support.plain_model(tiny["llama"])

@@ -13,6 +13,8 @@ from miles_core.advantages import KL_COLUMNS, order_check
 from miles_core.errors import ConfigError
 from miles_policy_advantages import estimators
 
+GROUP = {"baseline": "group"}
+"""Compares the answers to one prompt with each other."""
 UNBIASED = ("constant-length", "sequence-mean-token-sum")
 """Aggregations without Dr. GRPO's length bias; they differ by a constant factor."""
 
@@ -138,6 +140,7 @@ COMPONENTS: list[Component[Any]] = [
         config=DrGrpoConfig,
         build=_build_dr_grpo,
         check=_check_dr_grpo,
+        traits=GROUP,
     ),
     Component(
         name="gdpo",
@@ -145,6 +148,7 @@ COMPONENTS: list[Component[Any]] = [
         config=GdpoConfig,
         build=_build_gdpo,
         check=_check_gdpo,
+        traits=GROUP,
     ),
     Component(
         name="on-policy-distillation",
@@ -159,6 +163,7 @@ COMPONENTS: list[Component[Any]] = [
         summary="Rewards minus the group's mean weighted by length, which minimises the gradient's variance",
         build=partial(_build, estimators.opo),
         check=order_check("opo", first=True),
+        traits=GROUP,
     ),
     Component(
         name="reinforce-pp",
@@ -175,6 +180,7 @@ COMPONENTS: list[Component[Any]] = [
         config=ScaleConfig,
         build=partial(_build, estimators.reinforce_pp_baseline),
         check=order_check("reinforce-pp-baseline", first=True),
+        traits=GROUP,
     ),
     Component(
         name="remax",

@@ -70,7 +70,8 @@ def miles_losses() -> Iterable[Component[Any]]:
         _loss("sft", "Cross-entropy of the given tokens", additive.sft, needs={"logprobs"}),
         _loss(
             "value", "Squared error of a critic's values, clipped", additive.value, ValueConfig,
-            needs={"values", "old_values", "returns"}, requires=("role/critic",), traits={"scope": "value"},
+            needs={"values", "old_values", "returns"}, requires=("role/critic", "column/returns"),
+            traits={"scope": "value"},
         ),
         _loss("z-loss", "Square of the log of the softmax normaliser", additive.z_loss, needs={"logsumexp"}),
     ]  # fmt: skip

@@ -187,7 +187,7 @@ def test_what_each_loss_needs_and_requires():
     assert {n: c.required(c.config()) for n, c in COMPONENTS.items() if c.required(c.config())} == {
         "kl": ("role/reference",),
         "dpo": ("role/reference",),
-        "value": ("role/critic",),
+        "value": ("role/critic", "column/returns"),
         "distill": ("role/teacher",),
     }
     kl, distill = COMPONENTS["kl"], COMPONENTS["distill"]
