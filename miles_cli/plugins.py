@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from miles_cli.quick import QuickCommand, QuickGroup
-from miles_core.errors import EXIT_FAILED, EXIT_OK
+from miles_core.errors import EXIT_FAILED, EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
     from miles_core.discovery import PluginInfo
@@ -67,6 +67,7 @@ def info_command(name: str, distributions: Sequence[Any] | None = None) -> int:
 
     known = list(distributions) if distributions is not None else None
     infos = discover(known)
+    refuse_component(name, infos)
     switch(infos, [name], (), "miles plugins info")  # refuses an unknown name with a suggestion
     for found in infos:
         if found.name == normalise(name):
@@ -74,6 +75,8 @@ def info_command(name: str, distributions: Sequence[Any] | None = None) -> int:
             if found.missing:
                 typer.echo(f"  {found.reason}")
     host = PluginHost.create(plugins=[name], distributions=known, origin="miles plugins info")
+    if normalise(name) == BUILTIN:
+        typer.echo(f"{BUILTIN}: the components of Miles itself")
     loaded = host.builtin if normalise(name) == BUILTIN else next(i for i in host.infos if i.state == "loaded")
     typer.echo(f"  content {loaded.content_hash()}")
     for kind, entry in components_of(host, loaded):
@@ -83,6 +86,13 @@ def info_command(name: str, distributions: Sequence[Any] | None = None) -> int:
                 f"  {option}: {type_name(field.annotation)}{default_of(field)}  {one_paragraph(field.description)}".rstrip()
             )
     return EXIT_OK
+
+
+def refuse_component(name: str, infos: Sequence[PluginInfo]) -> None:
+    """Raises ConfigError when `name` is no plugin but a component of some: which ones offer it."""
+    offers = [f"{found.name} offers the {c.kind} {c.name}" for found in infos for c in found.components if c.name == name]
+    if offers and name not in {found.name for found in infos}:
+        raise ConfigError(f'"{name}" is a component, not a plugin (miles plugins info)', *offers)
 
 
 def check_command(names: Sequence[str], timeout_s: float, distributions: Sequence[Any] | None = None) -> int:

@@ -142,6 +142,8 @@ class ConsoleView(RunView):
         self.line(
             f"{reason}: {summary.get('steps', 0)} steps in {duration(seconds)}" + (f"  reward {curve}" if curve else "")
         )
+        if reason == "already complete" and summary.get("run_dir"):
+            self.line(f"run folder: {summary['run_dir']}")
         if summary.get("model_dir"):
             self.line(f"model: {summary['model_dir']}")
         if summary.get("hint"):
