@@ -67,7 +67,7 @@ def miles_losses() -> Iterable[Component[Any]]:
             needs={"logprobs"}, traits=POLICY | NO_GRADIENT,
         ),
         _loss("sapo", "Policy gradient behind a smooth gate instead of a clip", policy.sapo, SapoConfig, **ratio),
-        _loss("sft", "Cross-entropy of the given tokens", additive.sft, needs={"logprobs"}),
+        _loss("sft", "Cross-entropy of the given tokens", additive.sft, needs={"logprobs"}, check=additive.check_sft),
         _loss(
             "value", "Squared error of a critic's values, clipped", additive.value, ValueConfig,
             needs={"values", "old_values", "returns"}, requires=("role/critic", "column/returns"),

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from miles_core import ComponentConfig, LossInputs, LossOutput, NoOptions
+from miles_core import ComponentConfig, Environment, LossInputs, LossOutput, NoOptions
+from miles_core.errors import ConfigError
 from miles_policy_losses.reading import RatioConfig, bounded_exp, count_over, fraction, mean_over, read, visible
 
 LOW_VARIANCE_CAP = 10.0
@@ -98,6 +99,18 @@ def sft(x: LossInputs, config: NoOptions) -> LossOutput:
     """-logprobs: the cross-entropy of the given tokens."""
     values = -read(x, "logprobs")
     return LossOutput(per_token=values, metrics={"nll": mean_over(values, x)})
+
+
+def check_sft(config: NoOptions, env: Environment) -> None:
+    """Raises ConfigError where `sft` alone would learn from all of the model's own answers: its expected gradient is 0."""
+    run = env.run_config
+    if run is None or run.rollout.use != "single-turn" or run.filter or len(run.loss) > 1:
+        return
+    raise ConfigError(
+        f'{env.where}: loss "sft" makes all answers likelier alike, and rollout "single-turn" samples them from the model '
+        "itself: nothing would be learnt",
+        "use a rollout of given answers, for example recorded (miles-recorded-rollout), or a [[filter]] that keeps the good",
+    )
 
 
 class ValueConfig(ComponentConfig):

@@ -216,6 +216,26 @@ def test_dapo_is_refused_with_another_aggregation(aggregation):
 
 
 @pytest.mark.parametrize(
+    ("rollout", "filters", "losses", "refused"),
+    [
+        ("single-turn", (), ("sft",), True),
+        ("single-turn", ("nonzero-std",), ("sft",), False),
+        ("single-turn", (), ("ppo-clip", "sft"), False),
+        ("recorded", (), ("sft",), False),
+    ],
+)
+def test_sft_is_refused_on_all_of_the_models_own_answers(rollout, filters, losses, refused):
+    config = SimpleNamespace(rollout=SimpleNamespace(use=rollout), filter=filters, loss=losses)
+    check = partial(
+        COMPONENTS["sft"].check, COMPONENTS["sft"].config(), Environment(run_config=config, where="loss[0].use")
+    )
+    if not refused:
+        return check()
+    with pytest.raises(ConfigError, match=r'loss\[0\].use: loss "sft" makes all answers likelier alike'):
+        check()
+
+
+@pytest.mark.parametrize(
     ("name", "options"),
     [
         ("dpo", {"beta": 0.0}),
