@@ -109,7 +109,7 @@ def check_sft(config: NoOptions, env: Environment) -> None:
     raise ConfigError(
         f'{env.where}: loss "sft" makes all answers likelier alike, and rollout "single-turn" samples them from the model '
         "itself: nothing would be learnt",
-        "use a rollout of given answers, for example recorded (miles-recorded-rollout), or a [[filter]] that keeps the good",
+        "use a rollout of given answers, for example recorded (miles-recorded-rollout), or a [[filter]] that keeps some",
     )
 
 
