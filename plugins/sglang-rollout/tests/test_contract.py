@@ -117,6 +117,30 @@ class TestQwen3(EngineContract):
         assert [span.version for span in answer.versions] == [2]
 
 
+@pytest.mark.parametrize("name", ["disk-sync", "nccl-sync"])
+def test_a_server_that_runs_already_takes_folders_and_broadcasts(
+    served: Callable[..., Any], model_folder: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    """Through SGLang's own endpoints: nothing of ours is assumed inside a server that someone else started."""
+    from miles_sglang_rollout.engine import SglangEngine
+
+    shared, folders = served("qwen3", **SERVER_ARGS), [model_folder("qwen3", seed) for seed in (0, 1)]
+    config = miles_sglang_rollout.SglangEngineConfig(urls=(shared.url,))
+    new, ids = Reference(folders[1]), np.array([5, 17, 40, 3, 9, 33, 71, 20], np.int32)
+
+    async def work() -> Any:
+        engine = SglangEngine(folders[0], config, run_dir=tmp_path)
+        async with pushing(engine, FolderTrainer(folders[1]), name, tmp_path) as (pool, transport):
+            before = (await pool.score([ids]))[0]["logprobs"]
+            report = await pool.sync(transport, 1, [(ids, new.logprobs(ids), 1e-4)])
+            return before, report.engines[0], (await pool.score([ids]))[0]["logprobs"]
+
+    before, sync, after = asyncio.run(work())
+    assert (sync.ok, sync.error) == (True, "")
+    np.testing.assert_allclose(before, Reference(folders[0]).logprobs(ids), atol=1e-4)
+    np.testing.assert_allclose(after, new.logprobs(ids), atol=1e-4)
+
+
 class TestQwen3Streamed(TestQwen3):
     options = {**TestQwen3.options, "stream": True}
     pause_modes = ("abort", "retract", "in_place")
