@@ -296,6 +296,10 @@ class RemoteEngine(EngineReplica):
     async def layout(self, rank: int = 0) -> list[tuple[str, int, tuple[int, ...], str]]:
         return await self._call("layout", rank)
 
+    def deaths(self) -> AsyncIterator[Death]:
+        """Every unexpected end of a worker of this engine's group."""
+        return self._workers.deaths()
+
     async def close(self) -> None:
         """Closes the engine; its process ends with the allocation. One that is gone or stuck is closed already."""
         with contextlib.suppress(EngineFailed):
@@ -323,16 +327,18 @@ def role_specs(run: Any) -> list[RoleSpec]:
     """What a launcher must provide for `run` (a ResolvedRun): roles that fit into the driver's process are left out.
 
     A component's trait "gpus", a number or a function of its options, says how many GPUs one worker needs. An engine with
-    the trait python = "server" runs a server of its own under `engine.python`, which then says nothing of a worker.
+    the trait python = "server" runs a server of its own under `engine.python`, which then says nothing of a worker. A
+    launcher with the trait processes = "all" hosts trainer and engines even where the driver's process could.
     """
+    everything = run.one("launcher").component.traits.get("processes") == "all"
     trainer, engine = run.config.trainer, run.config.engine
     python = None if run.one("engine").component.traits.get("python") == "server" else engine.python
     specs = []
-    if trainer.num_workers > 1 or trainer.process:
+    if everything or trainer.num_workers > 1 or trainer.process:
         specs.append(
             RoleSpec(name="trainer", component=trainer.use, num_workers=trainer.num_workers, gpus=_gpus(run, "trainer"))
         )
-    if engine.process or python:
+    if everything or engine.process or python:
         specs.append(
             RoleSpec(
                 name="engine",

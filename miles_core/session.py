@@ -21,7 +21,7 @@ from miles_core.engines import PUSH_MODES, EnginePool
 from miles_core.errors import ConfigError, MilesError
 from miles_core.evaluate import EVAL_SEED
 from miles_core.interfaces import Allocation, DataSource, EngineReplica
-from miles_core.launch import launch_engines, launch_trainer, role_specs
+from miles_core.launch import RemoteEngine, launch_engines, launch_trainer, role_specs
 from miles_core.observers import TrackerHost
 from miles_core.probes import Probes
 from miles_core.prompts import PromptFeed
@@ -95,6 +95,8 @@ class Session:
         else:  # loading a model changes process-wide defaults (torch's dtype): in one process, one after the other
             await self.trainer.start()
             await self.pool.start()
+        if isinstance(engines[0], RemoteEngine):
+            self._watcher = asyncio.create_task(self._watch(engines[0]))
         self.transport = self.wiring.build("transport")
         await self.transport.connect(self.trainer, self.pool)
         self.probes = Probes(self.trainer, self.feed, self.config.transport.tolerance)
@@ -280,6 +282,13 @@ class Session:
     async def _replace_engine(self, old: EngineReplica) -> EngineReplica | None:
         """A dead replica in a process of its own is started again; one inside this process cannot be."""
         return await old.restart() if hasattr(old, "restart") else None
+
+    async def _watch(self, engine: RemoteEngine) -> None:
+        """Tells the pool of workers that end while nobody calls them; ends with the allocation."""
+        async for death in engine.deaths():
+            if any(member.id == f"{death.role}-{death.index}" for member in self.pool.members()):
+                how = f"{death.signal or 'ended'}: {death.cause}; log: {death.log}"
+                self.pool.report_death(f"{death.role}-{death.index}", how)
 
     def _engine_event(self, kind: str, engine: str, reason: str) -> None:
         if kind in ("dead", "replaced", "dirty"):
