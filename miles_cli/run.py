@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -57,7 +59,8 @@ def run_command(
     if resume is None:
         run_dir = new_run_dir(out, run.config.name)
     else:
-        run_dir = latest_run_dir(out, run.config.name) if resume == LATEST else Path(resume)
+        warn = partial(view.note, level="warning")
+        run_dir = latest_run_dir(out, run.config.name, warn) if resume == LATEST else Path(resume)
     with locked(run_dir):
         if resume is not None:
             found = find_resumable(run_dir, view)
@@ -68,11 +71,17 @@ def run_command(
     return EXIT_OK
 
 
-def latest_run_dir(out: Path, name: str) -> Path:
-    """The newest run folder of this name. Raises ConfigError saying what there is instead."""
-    folders = sorted((p for p in out.glob(f"{name}-*") if p.is_dir()), key=lambda p: p.name)
+def latest_run_dir(out: Path, name: str, note: Callable[[str], None] = lambda text: None) -> Path:
+    """The newest run folder of this name, or the newest with a checkpoint where a later one has none: a start that failed
+    leaves a folder too. Raises ConfigError saying what there is instead."""
+    dated = {p: re.fullmatch(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?", p.name) for p in out.glob(f"{name}-*")}
+    found = {p: (match[1], int(match[2] or 0)) for p, match in dated.items() if match and p.is_dir()}
+    folders = sorted(found, key=found.__getitem__)
+    saved = [p for p in folders if any((p / "checkpoints").glob("step-*"))]
+    if saved and saved[-1] != folders[-1]:
+        note(f"{folders[-1].name} has no checkpoint; going on with {saved[-1].name} (--resume FOLDER takes another)")
     if folders:
-        return folders[-1]
+        return (saved or folders)[-1]
     others = sorted(p.name for p in out.glob("*") if p.is_dir()) if out.is_dir() else []
     raise ConfigError(
         f'there is no run named "{name}" under {out} to resume',

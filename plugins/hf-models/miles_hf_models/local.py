@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from miles_core.errors import ConfigError
+from miles_core.errors import ConfigError, RuntimeMissing
 
 Report = Callable[[str, int, int], None]
 
@@ -56,7 +56,13 @@ def build_once(target: Path, make: Callable[[Path], None]) -> Path:
     on a lock, which the system releases if the first dies; a folder under its own name is always complete."""
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeMissing(
+            f"cannot make the folder of models {target.parent}: {error.strerror or error}",
+            "set MILES_CACHE to another place",
+        ) from error
     with _locked(target.with_name(target.name + ".lock")):
         if target.is_dir():
             return target

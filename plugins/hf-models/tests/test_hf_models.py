@@ -233,3 +233,10 @@ def test_a_failed_build_leaves_nothing_that_looks_complete(cache: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         build_once(models_dir() / "m", broken)
     assert [p.name for p in models_dir().iterdir()] == ["m.lock"]
+
+
+def test_a_cache_that_cannot_be_made_is_an_error_of_the_environment(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("MILES_CACHE", str(tmp_path / "file"))
+    with pytest.raises(RuntimeMissing, match="set MILES_CACHE to another place"):
+        build_once(models_dir() / "x", lambda folder: None)
