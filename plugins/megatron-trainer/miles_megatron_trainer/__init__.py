@@ -24,7 +24,7 @@ class MegatronConfig(ComponentConfig):
     """Options of the trainer `megatron`."""
 
     args: dict[str, Any] = Field(default_factory=dict)
-    """Megatron's own arguments by their own names (`tensor_model_parallel_size`, `lr`, `clip_grad`, ...), parsed and validated by
+    """Megatron's own arguments by name (`tensor_model_parallel_size`, `lr`, `clip_grad`, ...), parsed and validated by
     the installed Megatron. What describes the model comes from the model's folder, and is refused here."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; "auto" takes a GPU when there is one."""

@@ -29,7 +29,7 @@ HONOURED = frozenset({
     "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
     "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "use_distributed_optimizer",
     "recompute_granularity", "recompute_method", "recompute_num_layers",
-    "make_vocab_size_divisible_by",
+    "make_vocab_size_divisible_by", "bf16",
 })  # fmt: skip
 """Arguments with an effect here, each of them under test."""
 
@@ -133,7 +133,7 @@ def resolve(
     Raises ConfigError with `where` and what Megatron says."""
     words = parse_table({**DEFAULTS, **{k.replace("-", "_"): v for k, v in table.items()}}, where)
     with megatron_device(), quiet():
-        from megatron.training.arguments import validate_args
+        from megatron.training.arguments import core_transformer_config_from_args, validate_args
 
         try:
             args = parser().parse_args([*_model_words(hf), *words])
@@ -145,8 +145,9 @@ def resolve(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         try:
             validate_args(args)
+            core_transformer_config_from_args(args)
         except (AssertionError, ValueError, RuntimeError, TypeError) as error:
-            raise ConfigError(f"{where}.args: {error or 'refused'}", "so says Megatron's validate_args") from error
+            raise ConfigError(f"{where}.args: {error or 'refused'}", "so says the installed Megatron") from error
     per = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-hf["vocab_size"] // per) * per
     return args

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from miles_megatron_trainer.names import Weight
 from miles_megatron_trainer.optim import MOMENTS
 
 
-def save(folder: Path, role: Any, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> None:
+def save(folder: Path, role: Any, device: torch.device) -> None:
     """`policy-*.safetensors`, `policy-optimizer-*.safetensors` (moments as "exp_avg.<tensor>"), `rng.safetensors`,
     `trainer.json`, which names them all. Collective; rank 0 writes."""
     publish = dist.get_rank() == 0
-    files = set(weights.write(folder, "policy", tensors, publish).values())
+    files = set(weights.write(folder, "policy", _gathered(role, ("weights",), device), publish).values())
     if role.optimizer.step_count:
-        files |= set(weights.write(folder, "policy-optimizer", _moments(role, device), publish).values())
+        files |= set(weights.write(folder, "policy-optimizer", _gathered(role, MOMENTS, device), publish).values())
     if not publish:
         return
     weights.write(folder, "rng", [("cpu", torch.get_rng_state())], publish=True)
@@ -30,12 +30,12 @@ def save(folder: Path, role: Any, tensors: Iterable[tuple[str, torch.Tensor]], d
     (folder / "trainer.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
 
 
-def _moments(role: Any, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def _gathered(role: Any, kinds: Sequence[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     for weight in role.plan:
-        for moment in MOMENTS:
-            take = lambda w, moment=moment: role.optimizer.moment(role.parameters[w.name], moment)  # noqa: E731
+        for kind in kinds:
+            take = lambda w, kind=kind: role.optimizer.tensor(role.parameters[w.name], kind)  # noqa: E731
             for name, tensor in weights.whole(weight, take, torch.float32, device):
-                yield f"{moment}.{name}", tensor
+                yield name if kind == "weights" else f"{kind}.{name}", tensor
 
 
 def load(folder: Path, role: Any, own: list[Weight], *, weights_only: bool) -> None:
@@ -52,7 +52,7 @@ def load(folder: Path, role: Any, own: list[Weight], *, weights_only: bool) -> N
         moments = weights.Source(folder, names, "checkpoint: optimizer state of policy")
         moments.check({f"{m}.{n}": s for m in MOMENTS for n, s in shapes.items()} if count else {})
     for weight in own:
-        role.parameters[weight.name].copy_(model.part(weight))
+        role.optimizer.set_weights(role.parameters[weight.name], model.part(weight))
     if moments is None:
         return
     role.optimizer.restore_count(count)

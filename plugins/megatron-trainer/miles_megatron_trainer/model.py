@@ -111,7 +111,7 @@ def build(args: argparse.Namespace, hf: dict[str, Any], device: torch.device, *,
         parallel_output=True,
     )
     model.rotary_pos_emb = GivenPositions(args.kv_channels, hf["rope_theta"])
-    model.to(device)
+    model.to(device, dtype=args.params_dtype)
     if not trainable:
         return model.requires_grad_(False).eval()
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer)

@@ -33,7 +33,7 @@ class Optimizer:
         except AssertionError as error:
             raise ConfigError(
                 f"{where}.args: Megatron refuses this schedule of learning rates",
-                f"warm-up {args.lr_warmup_iters} (fraction {args.lr_warmup_fraction}) of {args.train_iters} optimizer steps, "
+                f"warm-up {args.lr_warmup_iters} (fraction {args.lr_warmup_fraction}) of {args.train_iters} steps, "
                 f"from {args.lr_warmup_init} to {args.lr}, at least {args.min_lr}",
             ) from error
 
@@ -66,7 +66,7 @@ class Optimizer:
     def _own(self, parameter: torch.nn.Parameter) -> tuple[slice, torch.Tensor | None]:
         """Which part of the flattened parameter this rank steps, and the tensor that the inner optimizer steps."""
         if not isinstance(self.megatron, DistributedOptimizer):
-            return slice(0, parameter.numel()), parameter
+            return slice(0, parameter.numel()), getattr(parameter, "main_param", parameter)
         try:
             part = self.megatron._get_model_param_range_map(parameter)["param"]
         except KeyError:
@@ -74,20 +74,28 @@ class Optimizer:
         group, order = self.megatron.model_param_group_index_map[parameter]
         return slice(part.start, part.end), self.megatron.optimizer.param_groups[group]["params"][order]
 
-    def moment(self, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
-        """The whole moment of this rank's parameter, gathered over data-parallel ranks where they share it."""
+    def tensor(self, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
+        """fp32, shaped like this rank's parameter: a moment, or "weights", the master weights that are stepped; gathered
+        over data-parallel ranks where they share it."""
         part, main = self._own(parameter)
-        state = {} if main is None else self.megatron.optimizer.state[main]
+        own = main if name == "weights" or main is None else self.megatron.optimizer.state[main][name]
         if not isinstance(self.megatron, DistributedOptimizer):
-            return state[name]
+            return own
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        if main is not None:
-            whole[part] = state[name].flatten()
+        if own is not None:
+            whole[part] = own.flatten()
         dist.all_reduce(whole, group=mpu.get_data_parallel_group(with_context_parallel=True))
         return whole.view_as(parameter)
 
+    def set_weights(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """The parameter, and the fp32 weights behind it."""
+        parameter.copy_(value)
+        part, main = self._own(parameter)
+        if main is not None:
+            main.copy_(value.flatten()[part].view_as(main))
+
     def set_moments(self, parameter: torch.nn.Parameter, moments: dict[str, torch.Tensor]) -> None:
-        """The reverse of `moment`, after `restore_count`; without moments the state is that before the first step."""
+        """The reverse of `tensor`, after `restore_count`; without moments the state is that before the first step."""
         part, main = self._own(parameter)
         if main is None:
             return

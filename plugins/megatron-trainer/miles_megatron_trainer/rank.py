@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -126,9 +125,9 @@ class MegatronRank(TrainerRank):
         source = weights.hf_source(path, plan, where, tied=bool(hf.get("tie_word_embeddings")))
         model = models.build(args, hf, self.device, trainable=name == "policy")
         role = Role(name, path, args, hf, plan, model, dict(models.unwrap(model).named_parameters()))
-        self._fill(role, source)
         if name == "policy":
             role.optimizer = optim.Optimizer(args, model, "trainer.megatron")
+        self._fill(role, source)
         return role
 
     def _own(self, role: Role) -> list[names.Weight]:
@@ -143,7 +142,8 @@ class MegatronRank(TrainerRank):
         if wrong := sorted(role.parameters.keys() ^ {weight.name for weight in own}):
             raise ConfigError(f"trainer megatron: parameters without a mapping: {', '.join(wrong)}")
         for weight in own:
-            role.parameters[weight.name].copy_(source.part(weight))
+            parameter, value = role.parameters[weight.name], source.part(weight)
+            role.optimizer.set_weights(parameter, value) if role.optimizer else parameter.copy_(value)
 
     def close(self) -> None:
         self.roles.clear()
@@ -294,12 +294,16 @@ class MegatronRank(TrainerRank):
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._role("policy").args.params_dtype
+
     def _gathered(self, weight: names.Weight) -> list[tuple[str, torch.Tensor]]:
         from miles_megatron_trainer import weights
 
         policy = self._role("policy")
         with megatron_device(), torch.no_grad():
-            return weights.whole(weight, lambda w: policy.parameters[w.name], torch.float32, self.device)
+            return weights.whole(weight, lambda w: policy.parameters[w.name], self._dtype, self.device)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for weight in self._role("policy").plan:
@@ -310,7 +314,7 @@ class MegatronRank(TrainerRank):
             raise ConfigError(f'trainer megatron exports "hf_full", not "{layout}"')
         from miles_megatron_trainer import weights
 
-        yield from weights.buckets(self._role("policy").plan, self._gathered, bucket_bytes, torch.float32.itemsize)
+        yield from weights.buckets(self._role("policy").plan, self._gathered, bucket_bytes, self._dtype.itemsize)
 
     def state_hash(self) -> str:
         from miles_fsdp_trainer.weights import hash_tensors
@@ -322,14 +326,14 @@ class MegatronRank(TrainerRank):
     def save_model(self, folder: Path) -> None:
         from miles_megatron_trainer import weights
 
-        weights.write_hf_folder(folder, self._role("policy").folder, self._tensors(), torch.float32, self.rank == 0)
+        weights.write_hf_folder(folder, self._role("policy").folder, self._tensors(), self._dtype, self.rank == 0)
         dist.barrier()
 
     def save(self, folder: Path) -> None:
         from miles_megatron_trainer import checkpoint
 
         with megatron_device(), torch.no_grad():
-            checkpoint.save(folder, self._role("policy"), self._tensors(), self.device)
+            checkpoint.save(folder, self._role("policy"), self.device)
             dist.barrier()
 
     def load(self, folder: Path, *, weights_only: bool = False) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import megatron_support as support
+import numpy as np
 import torch
 
 import miles_policy_losses
@@ -14,11 +15,14 @@ from miles_core.trainers import shard_indices
 from miles_core.types import TrainBatch
 
 LAYOUTS = {
+    "one": (1, {}, {}),
     "tp2": (2, {"tensor_model_parallel_size": 2}, {}),
     "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"max_tokens": 24}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}, {"max_tokens": 24}),
     "dp2": (2, {}, {}),
     "dp2-distributed": (2, {"use_distributed_optimizer": True}, {"max_tokens": 24}),
+    "dp2-bf16": (2, {"use_distributed_optimizer": True, "bf16": True}, {}),
+    "tp2-bf16": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True}, {}),
     "tp2-recompute": (
         2,
         {
@@ -43,9 +47,9 @@ LAYOUTS = {
 """(ranks, Megatron's arguments, options). The vocabulary of 61 is padded to 62 by TP2, to 128 by the last, whose second
 tensor rank then holds padding only."""
 STEPS = 3
-MODELS = ("qwen3", "llama")
+MODELS = {name: ("qwen3", "qwen2", "llama") if name in ("one", "tp2", "pp2") else ("qwen3",) for name in LAYOUTS}
+CASES = [(layout, model) for layout, models in MODELS.items() for model in models]
 LOSSES = [component for component in miles_policy_losses.miles_losses() if component.traits.get("scope") == "policy"]
-EXTRA = ("reference_logprobs", "teacher_logprobs", "rollout_logprobs")
 
 
 def shard_of(batch, info):
@@ -56,10 +60,8 @@ def loss_batch(component, config):
     """A batch with whatever column the loss needs and no model computes."""
     batch = support.random_batch(seed=5)
     for name in component.needed(config) - {"logprobs", "entropy", "logsumexp"} - batch.columns.keys():
-        source = support.random_batch(seed=len(name)).columns["old_logprobs"]
-        batch.columns[name] = [
-            (0 * m).astype("float32") + float(r[r != 0].mean()) * m for m, r in zip(batch.mask, source, strict=True)
-        ]
+        rng = np.random.default_rng(len(name))
+        batch.columns[name] = [(m * (rng.normal(size=len(m)) - 4)).astype(np.float32) for m in batch.mask]
     return batch
 
 
@@ -68,7 +70,7 @@ def supported(component):
     return all(name.partition(":")[0] not in ("topk", "values", "reverse_kl", "forward_kl") for name in needs)
 
 
-def every_loss(make, info_of):
+def every_loss(make):
     """{loss: (loss, gradient norm)} of one step of each registered policy loss, each from the model's first weights."""
     found = {}
     for component in filter(supported, LOSSES):
@@ -93,7 +95,7 @@ def run_layout(name, rank, models, folder):
         )  # fmt: skip
         return made, made.start()
 
-    for model in MODELS:
+    for model in MODELS[name]:
         trainer, info = make(model=model, roles=("reference",))
         found = {"info": info}
         found["steps"] = [
@@ -110,7 +112,7 @@ def run_layout(name, rank, models, folder):
             out |= files(trainer, info, folder / f"saved-{name}", folder / f"model-{name}")
         trainer.close()
     if name in ("tp2", "pp2"):
-        out["losses"] = every_loss(make, None)
+        out["losses"] = every_loss(make)
     return out
 
 
@@ -125,7 +127,7 @@ def refusals(trainer, info):
     except RunFailed as error:
         out["failure"] = str(error)
     nothing = support.random_batch(seed=6)
-    nothing.mask = [0 * m.astype(bool) > 1 for m in nothing.mask]
+    nothing.mask = [np.zeros_like(m) for m in nothing.mask]
     out["skipped"] = trainer.step(shard_of(nothing, info)).skipped
     out["unmoved"] = trainer.state_hash() == before
     return out

@@ -77,6 +77,10 @@ PG = ("pg", weighted_policy)
 NEEDS = frozenset({"logprobs", "entropy"})
 
 
+ADAM = {"lr": 1e-2, "adam_eps": 1e-5}
+"""Adam divides by the root of the second moment: with a smaller epsilon, rounding would show where a gradient is near 0."""
+
+
 def context_of(folder, losses, *, roles=(), needs=NEEDS, index=0, world_size=1, rendezvous="", steps=10):
     """`roles`: names, or a mapping from names to options of their tables."""
     run = SimpleNamespace(
@@ -106,7 +110,7 @@ def megatron_rank(folder, losses=(PG,), *, args=None, options=None, start=True, 
     from miles_megatron_trainer import MegatronConfig, miles_trainers
 
     (component,) = miles_trainers()
-    config = MegatronConfig(args={"lr": 1e-2, **(args or {})}, **(options or {}))
+    config = MegatronConfig(args={**ADAM, **(args or {})}, **(options or {}))
     rank = component.build(config, context_of(folder, losses, **context))
     if start:
         rank.start()
@@ -117,7 +121,7 @@ def fsdp_rank(folder, losses=(PG,), **context):
     from miles_fsdp_trainer import FsdpConfig, miles_trainers
 
     (component,) = miles_trainers()
-    rank = component.build(FsdpConfig(lr=1e-2), context_of(folder, losses, **context))
+    rank = component.build(FsdpConfig(lr=ADAM["lr"], eps=ADAM["adam_eps"]), context_of(folder, losses, **context))
     rank.start()
     return rank
 
@@ -127,6 +131,7 @@ def exported(rank):
     found = {}
     for bucket in rank.export("hf_full", 4096):
         for spec in bucket.tensors:
-            size = int(np.prod(spec.shape)) * 4
-            found[spec.name] = bucket.data[spec.offset : spec.offset + size].view(torch.float32).view(spec.shape).clone()
+            dtype = getattr(torch, spec.dtype)
+            size = int(np.prod(spec.shape)) * dtype.itemsize
+            found[spec.name] = bucket.data[spec.offset : spec.offset + size].view(dtype).view(spec.shape).clone()
     return found

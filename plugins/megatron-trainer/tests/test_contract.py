@@ -25,3 +25,13 @@ class TestMegatron(TrainerContract):
     @pytest.fixture(autouse=True)
     def _model(self, tiny: dict[str, Path]) -> None:
         self.model_path = tiny[self.model]
+
+
+class TestMegatronSmallPieces(TestMegatron):
+    options = {
+        "device": "cpu",
+        "shared_prefix": False,
+        "logit_rows": 4,
+        "args": {"lr": 1e-2, "use_distributed_optimizer": True},
+    }
+    model = "llama"
