@@ -23,7 +23,7 @@ from miles_megatron_trainer import names
 from miles_megatron_trainer.cpu import megatron_device
 
 HONOURED = frozenset({
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
     "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init",
     "lr_wsd_decay_style", "lr_wsd_decay_iters",
     "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
@@ -154,19 +154,27 @@ def resolve(
 
 
 def _check_layout(args: argparse.Namespace, hf: Mapping[str, Any], world_size: int, where: str) -> None:
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    for name, size in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    for name, size in (("tensor", tp), ("pipeline", pp)):
         if size < 1:
-            raise ConfigError(f"{where}.args.{name}: {size} is not a number of ranks")
-    if world_size % (tp * pp):
+            raise ConfigError(f"{where}.args.{name}_model_parallel_size: {size} is not a number of ranks")
+    if cp < 1:
+        raise ConfigError(f"{where}.args.context_parallel_size: {cp} is not a number of ranks")
+    if world_size % (tp * pp * cp):
         raise ConfigError(
-            f"{where}.args: {tp} tensor times {pp} pipeline ranks do not divide trainer.num_workers = {world_size}",
-            f"set trainer.num_workers to a multiple of {tp * pp}",
+            f"{where}.args: {tp} tensor times {pp} pipeline times {cp} context ranks do not divide trainer.num_workers = "
+            f"{world_size}",
+            f"set trainer.num_workers to a multiple of {tp * pp * cp}",
         )
     heads = (("num_key_value_heads", "key-value heads"), ("num_attention_heads", "attention heads"))
     for key, what in (*heads, ("intermediate_size", "rows of its MLP")):
         if hf[key] % tp:
             raise ConfigError(f"{where}.args.tensor_model_parallel_size: {tp} does not divide the model's {hf[key]} {what}")
+    if hf["num_key_value_heads"] // tp % cp:
+        raise ConfigError(
+            f"{where}.args.context_parallel_size: {cp} does not divide the {hf['num_key_value_heads'] // tp} key-value "
+            "heads of a tensor rank, which context ranks share out"
+        )
     if hf["num_hidden_layers"] % pp:
         raise ConfigError(
             f"{where}.args.pipeline_model_parallel_size: {pp} does not divide the model's {hf['num_hidden_layers']} layers"

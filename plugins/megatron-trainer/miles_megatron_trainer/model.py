@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from miles_fsdp_trainer.attention import AttentionPlan, tree_attention
 from miles_fsdp_trainer.microbatch import ModelInputs
+from miles_megatron_trainer.context import OwnPairs, heads_to_tokens, tokens_to_heads
 from miles_megatron_trainer.head import VocabPart, parallel_head
 
 _numbers = itertools.count()
@@ -47,9 +48,11 @@ class TreeAttention(nn.Module):
         """query [N', 1, H, D], key and value [N', 1, G, D] -> [N', 1, H * D]; rows past the plan's N are padding: 0."""
         plan = _plans[int(attention_mask)]
         count = len(plan.inverse)
+        query, key, value = (tokens_to_heads(x) for x in (query, key, value))
         q, k, v = (x[:count].permute(1, 2, 0, 3) for x in (query, key, value))
         out, _ = tree_attention(self, q, k, v, None, scaling=self.scale, miles_plan=plan)
-        return functional.pad(out[0].flatten(1), (0, 0, 0, query.shape[0] - count))[:, None]
+        padded = functional.pad(out[0], (0, 0, 0, 0, 0, query.shape[0] - count))[:, None]
+        return heads_to_tokens(padded).flatten(2)
 
 
 class GivenPositions(nn.Module):
@@ -119,15 +122,16 @@ def build(args: argparse.Namespace, hf: dict[str, Any], device: torch.device, *,
 
 
 def hidden_states(model: Any, inputs: ModelInputs) -> torch.Tensor:
-    """Runs this stage over a packed row; the stage's output [N' or N' / tensor ranks, 1, E]."""
-    inner = unwrap(model)
-    count, tp = inputs.input_ids.shape[1], mpu.get_tensor_model_parallel_world_size()
-    pad = -count % tp if inner.config.sequence_parallel else 0
-    inner.rotary_pos_emb.positions = functional.pad(inputs.position_ids[0], (0, pad))
+    """Runs this stage over this context rank's part of a packed row; its output [L or L / tensor ranks, 1, E]."""
+    inner, parts = unwrap(model), mpu.get_context_parallel_world_size()
+    multiple = parts * (mpu.get_tensor_model_parallel_world_size() if inner.config.sequence_parallel else 1)
+    pad = (0, -inputs.input_ids.shape[1] % multiple)
+    part = mpu.get_context_parallel_rank()
+    inner.rotary_pos_emb.positions = functional.pad(inputs.position_ids[0], pad).chunk(parts)[part]
     number = next(_numbers)
     _plans[number] = inputs.plan
     return model(
-        functional.pad(inputs.input_ids, (0, pad)),
+        functional.pad(inputs.input_ids, pad).chunk(parts, dim=1)[part],
         None,
         torch.tensor([number]),
         output_processor=lambda hidden_states, **kwargs: hidden_states,
@@ -147,9 +151,10 @@ def head_outputs(
     inner = unwrap(model)
     if inner.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        chosen = hidden[:, 0].index_select(0, inputs.rows)
-    else:
-        chosen = copy_to_tensor_model_parallel_region(hidden[:, 0].index_select(0, inputs.rows))
+    own = OwnPairs(inputs, len(hidden))
+    chosen = hidden[:, 0].index_select(0, own.rows)
+    if not inner.config.sequence_parallel:
+        chosen = copy_to_tensor_model_parallel_region(chosen)
     shared = inner.share_embeddings_and_output_weights
     weight = inner.shared_embedding_or_output_weight() if shared else inner.output_layer.weight
     first = mpu.get_tensor_model_parallel_rank() * len(weight)
@@ -157,19 +162,19 @@ def head_outputs(
     out = parallel_head(
         chosen,
         weight,
-        None if inputs.temperature is None else inputs.temperature.reciprocal(),
-        inputs.pair_rows,
-        inputs.pair_targets,
+        None if own.temperature is None else own.temperature.reciprocal(),
+        own.pair_rows,
+        own.pair_targets,
         chunk_rows=chunk_rows,
         want_entropy="entropy" in want,
         vocab=VocabPart(first, size, mpu.get_tensor_model_parallel_group()),
     )
     result = {"logprobs": out.logprobs}
     if "logsumexp" in want:
-        result["logsumexp"] = out.logsumexp[inputs.pair_rows]
+        result["logsumexp"] = out.logsumexp[own.pair_rows]
     if "entropy" in want:
-        result["entropy"] = out.entropy[inputs.pair_rows]
-    return result
+        result["entropy"] = out.entropy[own.pair_rows]
+    return {name: own.everywhere(values) for name, values in result.items()}
 
 
 def unwrap(model: Any) -> Any:

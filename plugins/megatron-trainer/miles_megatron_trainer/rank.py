@@ -41,7 +41,7 @@ class Role:
 
 class MegatronRank(TrainerRank):
     """See `TrainerRank`. Every public method but `close` is collective. The last pipeline stage computes losses; of each
-    data-parallel rank its first tensor rank returns results. Rank 0 publishes weights."""
+    data-parallel rank its first tensor and context rank returns results. Rank 0 publishes weights."""
 
     def __init__(self, config: MegatronConfig, context: BuildContext):
         self.config, self.context = config, context
@@ -88,9 +88,10 @@ class MegatronRank(TrainerRank):
             world_size=self.world_size,
             dp_rank=mpu.get_data_parallel_rank(),
             dp_size=mpu.get_data_parallel_world_size(),
-            output=self.last and tensor == 0,
+            output=self.last and tensor == 0 and mpu.get_context_parallel_rank() == 0,
             description=f"{self.device}, tensor rank {tensor} of {args.tensor_model_parallel_size}, "
-            f"stage {stage} of {args.pipeline_model_parallel_size}",
+            f"stage {stage} of {args.pipeline_model_parallel_size}, "
+            f"context rank {mpu.get_context_parallel_rank()} of {args.context_parallel_size}",
         )
 
     def _pick_device(self) -> torch.device:

@@ -27,19 +27,21 @@ def join(context: BuildContext, args: argparse.Namespace, device: torch.device) 
             {"init_method": context.rendezvous} if context.world_size > 1 else {"store": dist.HashStore()}
         )
         dist.init_process_group(backend, rank=context.index, world_size=context.world_size, timeout=limit, **meet)
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     if not mpu.model_parallel_is_initialized():
-        mpu.initialize_model_parallel(tp, pp)
+        mpu.initialize_model_parallel(tp, pp, context_parallel_size=cp)
         tensor_parallel.model_parallel_cuda_manual_seed(context.seed)
     here = (
         dist.get_world_size(),
         mpu.get_tensor_model_parallel_world_size(),
         mpu.get_pipeline_model_parallel_world_size(),
+        mpu.get_context_parallel_world_size(),
     )
-    if here != (context.world_size, tp, pp):
+    wanted = (context.world_size, tp, pp, cp)
+    if here != wanted:
         raise ConfigError(
             "trainer megatron: this process already holds ranks of another layout",
-            f"world, tensor and pipeline sizes are {here}, and {(context.world_size, tp, pp)} are asked for",
+            f"world, tensor, pipeline and context sizes are {here}, and {wanted} are asked for",
         )
     _users += 1
 

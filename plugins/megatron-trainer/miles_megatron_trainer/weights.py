@@ -1,8 +1,8 @@
 """Weights and moments on their way out and in, under Hugging Face names: buckets for engines, checkpoints, folders.
 
 Everything leaves through rank 0, one parameter at a time: joined over tensor ranks on the stage that owns it, then sent to
-rank 0. That makes a checkpoint independent of the layout. All of it is collective over the ranks of data-parallel rank 0;
-the others only follow the same list.
+rank 0. That makes a checkpoint independent of the layout. All of it is collective over the ranks of the first data-parallel
+and context rank; the others only follow the same list.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def whole(weight: Weight, take: Take, dtype: torch.dtype, device: torch.device) 
     of other data-parallel ranks, since it may be collective among them."""
     stage, tp = mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     own = take(weight).detach().contiguous() if weight.stage == stage else None
-    if mpu.get_data_parallel_rank() != 0:
+    if mpu.get_data_parallel_rank(with_context_parallel=True) != 0:
         return []
     tensors: list[torch.Tensor] = []
     if own is not None:

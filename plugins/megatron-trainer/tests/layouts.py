@@ -19,14 +19,15 @@ LAYOUTS = {
     "tp2": (2, {"tensor_model_parallel_size": 2}, {}),
     "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"max_tokens": 24}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}, {"max_tokens": 24}),
+    "cp2": (2, {"context_parallel_size": 2}, {"max_tokens": 24}),
     "dp2": (2, {}, {}),
     "dp2-distributed": (2, {"use_distributed_optimizer": True}, {"max_tokens": 24}),
     "dp2-bf16": (2, {"use_distributed_optimizer": True, "bf16": True}, {}),
     "tp2-bf16": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True}, {}),
-    "tp2-recompute": (
+    "pp2-recompute": (
         2,
         {
-            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
@@ -36,6 +37,11 @@ LAYOUTS = {
     "tp2-pp2": (
         4,
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+        {"max_tokens": 24},
+    ),
+    "pp2-cp2": (
+        4,
+        {"pipeline_model_parallel_size": 2, "context_parallel_size": 2, "use_distributed_optimizer": True},
         {"max_tokens": 24},
     ),
     "tp2-dp2": (
@@ -111,7 +117,7 @@ def run_layout(name, rank, models, folder):
             out |= refusals(trainer, info)
             out |= files(trainer, info, folder / f"saved-{name}", folder / f"model-{name}")
         trainer.close()
-    if name in ("tp2", "pp2"):
+    if name in ("tp2", "pp2", "cp2"):
         out["losses"] = every_loss(make)
     return out
 

@@ -49,7 +49,13 @@ def test_importing_the_plugin_imports_neither_torch_nor_megatron():
         ({"num_layers": 4}, 1, r"args.num_layers: comes from the model's config.json"),
         ({"fp8": "e4m3"}, 1, r"args.fp8: needs Transformer Engine, which is not installed"),
         ({"fp4": "e2m1"}, 1, r"args.fp4: needs Transformer Engine"),
-        ({"context_parallel_size": 2}, 2, r"args.context_parallel_size: .* does not honour"),
+        (
+            {"context_parallel_size": 4},
+            4,
+            r"args.context_parallel_size: 4 does not divide the 2 key-value heads",
+        ),
+        ({"context_parallel_size": 0}, 1, r"args.context_parallel_size: 0 is not a number of ranks"),
+        ({"cp_comm_type": "p2p"}, 1, r"args.cp_comm_type: .* does not honour"),
         ({"num_experts": 4}, 1, r"args.num_experts: .* does not honour"),
         ({"save": "x"}, 1, r"args.save: .* does not honour"),
         (
@@ -60,7 +66,11 @@ def test_importing_the_plugin_imports_neither_torch_nor_megatron():
         ({"lr_decay_style": "steep"}, 1, r"args: argument --lr-decay-style: invalid choice: 'steep'"),
         ({"sequence_parallel": 3}, 1, r"args.sequence_parallel: a switch"),
         ({"lr": True}, 1, r"args.lr: True is not a value of --lr"),
-        ({"tensor_model_parallel_size": 2}, 3, r"2 tensor times 1 pipeline ranks do not divide trainer.num_workers = 3"),
+        (
+            {"tensor_model_parallel_size": 2},
+            3,
+            r"2 tensor times 1 pipeline times 1 context ranks do not divide .* = 3",
+        ),
         (
             {"tensor_model_parallel_size": 4},
             4,

@@ -15,7 +15,7 @@ import torch
 from layouts import CASES as ALL_CASES
 from layouts import LAYOUTS, LOSSES, STEPS
 
-ELSEWHERE = [("pp2", "tp2"), ("dp2-distributed", "tp2"), ("tp2", "dp2-distributed"), ("tp2-pp2", "tp2")]
+ELSEWHERE = [("pp2", "tp2"), ("dp2-distributed", "tp2"), ("tp2", "dp2-distributed"), ("tp2-pp2", "tp2"), ("tp2", "cp2")]
 """(layout, whose checkpoint it loads)"""
 FULL = [name for name in LAYOUTS if not name.endswith("bf16")]
 CASES = [case for case in ALL_CASES if case[0] in FULL]
@@ -170,7 +170,7 @@ def test_every_policy_loss_equals_that_of_fsdp(results, tiny, loss):
     config = component.config()
     rank = support.fsdp_rank(tiny["qwen3"], [(loss, component.build(config, None))], needs=component.needed(config))
     want = rank.step(layouts.loss_batch(component, config))
-    for layout in ("tp2", "pp2"):
+    for layout in ("tp2", "pp2", "cp2"):
         for found in results.of[layout]:
             assert found["losses"][loss][1] == pytest.approx(want.grad_norm, rel=1e-4)
         assert outputs(results.of[layout])[0]["losses"][loss][0] == pytest.approx(want.loss, **NEAR)
