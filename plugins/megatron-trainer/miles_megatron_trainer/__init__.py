@@ -65,8 +65,13 @@ def _check(config: MegatronConfig, env: Environment) -> None:
         arguments.parse_table(config.args, where)
         return
     hf = names.read_config(env.model_path, "model.path")
-    workers = run.trainer.num_workers if run is not None else 1
-    arguments.resolve(config.args, hf, world_size=workers, total_steps=1, where=where)
+    workers, steps = (run.trainer.num_workers, optimizer_steps(run)) if run is not None else (1, 1 << 30)
+    arguments.resolve(config.args, hf, world_size=workers, total_steps=steps, where=where)
+
+
+def optimizer_steps(run: Any) -> int:
+    """Of the whole run, without any that is skipped."""
+    return run.steps * run.train.minibatches * run.train.epochs
 
 
 def _build(config: MegatronConfig, context: BuildContext) -> Any:

@@ -13,6 +13,7 @@ import functools
 import io
 import logging
 import os
+import traceback
 import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -142,15 +143,41 @@ def resolve(
         args.rank, args.world_size, args._is_global_batch_size_explicitly_specified = 0, world_size, True
         args.train_iters = max(total_steps, 1)
         _check_layout(args, hf, world_size, where)
+        _check_schedule(args, where)
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         try:
             validate_args(args)
             core_transformer_config_from_args(args)
         except (AssertionError, ValueError, RuntimeError, TypeError) as error:
-            raise ConfigError(f"{where}.args: {error or 'refused'}", "so says the installed Megatron") from error
+            failed = traceback.extract_tb(error.__traceback__)[-1].line  # many of its assertions have no words
+            raise ConfigError(f"{where}.args: {str(error) or failed}", "so says the installed Megatron") from error
     per = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-hf["vocab_size"] // per) * per
     return args
+
+
+def warmup_and_decay(args: argparse.Namespace) -> tuple[float, int]:
+    """Optimizer steps of the warm-up and of the whole schedule."""
+    decay = args.lr_decay_iters or args.train_iters
+    return (args.lr_warmup_fraction * decay if args.lr_warmup_fraction is not None else args.lr_warmup_iters), decay
+
+
+def _check_schedule(args: argparse.Namespace, where: str) -> None:
+    """What Megatron's schedule asserts when it is built, which is after the model has loaded."""
+    warmup, decay = warmup_and_decay(args)
+    if warmup >= decay:
+        raise ConfigError(
+            f"{where}.args: a warm-up of {warmup:g} optimizer steps in a schedule of {decay}",
+            "make it shorter, or set lr_decay_iters beyond it; the run has "
+            f"{args.train_iters} optimizer steps (steps x minibatches x epochs)",
+        )
+    if not 0 <= (args.min_lr or 0.0) <= args.lr or not 0 <= args.lr_warmup_init <= args.lr:
+        raise ConfigError(
+            f"{where}.args.lr: {args.lr:g} is less than min_lr {args.min_lr or 0:g} or lr_warmup_init "
+            f"{args.lr_warmup_init:g}, or one of them is negative"
+        )
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        raise ConfigError(f'{where}.args.lr_decay_style: "WSD" needs lr_wsd_decay_iters')
 
 
 def _check_layout(args: argparse.Namespace, hf: Mapping[str, Any], world_size: int, where: str) -> None:

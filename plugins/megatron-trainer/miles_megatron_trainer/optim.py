@@ -13,7 +13,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from miles_core.errors import ConfigError
+from miles_megatron_trainer.arguments import warmup_and_decay
 from miles_megatron_trainer.model import fields_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -22,20 +22,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Optimizer:
     """AdamW of the policy. `step_count` counts the optimizer steps taken; a skipped step moves nothing."""
 
-    def __init__(self, args: argparse.Namespace, model: Any, where: str) -> None:
+    def __init__(self, args: argparse.Namespace, model: Any) -> None:
         self.model, self.step_count = model, 0
         made = get_megatron_optimizer(OptimizerConfig(**fields_of(OptimizerConfig, args)), [model])
         parts = getattr(made, "chained_optimizers", [made])
         assert len(parts) == 1, "one optimizer for a dense model"
         (self.megatron,) = parts
-        try:
-            self.scheduler = _scheduler(args, self.megatron)
-        except AssertionError as error:
-            raise ConfigError(
-                f"{where}.args: Megatron refuses this schedule of learning rates",
-                f"warm-up {args.lr_warmup_iters} (fraction {args.lr_warmup_fraction}) of {args.train_iters} steps, "
-                f"from {args.lr_warmup_init} to {args.lr}, at least {args.min_lr}",
-            ) from error
+        self.scheduler = _scheduler(args, self.megatron)
 
     @property
     def lr(self) -> float:
@@ -114,8 +107,7 @@ class Optimizer:
 
 def _scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
     """Megatron's, counted in optimizer steps where its own script counts samples."""
-    decay = args.lr_decay_iters or args.train_iters
-    warmup = args.lr_warmup_fraction * decay if args.lr_warmup_fraction is not None else args.lr_warmup_iters
+    warmup, decay = warmup_and_decay(args)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,

@@ -19,7 +19,7 @@ from miles_core.interfaces import TrainerRank
 from miles_core.types import Bucket, RankInfo, StepReport, TrainBatch
 from miles_fsdp_trainer.microbatch import Microbatch, masks_of, microbatches
 from miles_fsdp_trainer.objective import Tally, Term, check_outputs, loss_inputs, total_loss
-from miles_megatron_trainer import OUTPUTS, MegatronConfig, arguments, names
+from miles_megatron_trainer import OUTPUTS, MegatronConfig, arguments, names, optimizer_steps
 from miles_megatron_trainer.cpu import megatron_device
 
 LANGUAGE = frozenset(OUTPUTS)
@@ -111,8 +111,7 @@ class MegatronRank(TrainerRank):
         return device
 
     def _resolve(self, path: Path, where: str) -> tuple[Any, dict[str, Any]]:
-        run, hf = self.context.run_config, names.read_config(path, where)
-        steps = run.steps * run.train.minibatches * run.train.epochs
+        hf, steps = names.read_config(path, where), optimizer_steps(self.context.run_config)
         args = arguments.resolve(
             self.config.args, hf, world_size=self.world_size, total_steps=steps, where="trainer.megatron"
         )
@@ -127,7 +126,7 @@ class MegatronRank(TrainerRank):
         model = models.build(args, hf, self.device, trainable=name == "policy")
         role = Role(name, path, args, hf, plan, model, dict(models.unwrap(model).named_parameters()))
         if name == "policy":
-            role.optimizer = optim.Optimizer(args, model, "trainer.megatron")
+            role.optimizer = optim.Optimizer(args, model)
         self._fill(role, source)
         return role
 

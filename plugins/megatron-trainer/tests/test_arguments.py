@@ -17,6 +17,9 @@ from miles_megatron_trainer import MegatronConfig, arguments, miles_trainers, na
 (COMPONENT,) = miles_trainers()
 
 
+WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}
+
+
 def environment(folder, workers=1, roles=None):
     run = SimpleNamespace(
         roles=roles or {},
@@ -80,8 +83,13 @@ def test_importing_the_plugin_imports_neither_torch_nor_megatron():
         ({"pipeline_model_parallel_size": 0}, 1, r"pipeline_model_parallel_size: 0 is not a number of ranks"),
         ({"sequence_parallel": True}, 2, r"sequence_parallel: needs tensor_model_parallel_size above 1"),
         ({"recompute_granularity": "selective"}, 1, r'"selective" is not supported'),
-        ({"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}, 1, r"args: .*\n.*so says the installed Megatron"),
-        ({"recompute_granularity": "full"}, 1, r"args: .*\n.*so says the installed Megatron"),
+        ({"lr_warmup_iters": 10}, 1, r"args: a warm-up of 10 optimizer steps in a schedule of 10\n.*lr_decay_iters"),
+        ({"lr_warmup_fraction": 1.0}, 1, r"args: a warm-up of 10 optimizer steps in a schedule of 10"),
+        ({"lr": 1e-3, "min_lr": 1e-2}, 1, r"args.lr: 0.001 is less than min_lr 0.01"),
+        ({"lr": 1e-3, "lr_warmup_init": 1e-2}, 1, r"args.lr: 0.001 is less than .* lr_warmup_init 0.01"),
+        ({"lr_decay_style": "WSD"}, 1, r'args.lr_decay_style: "WSD" needs lr_wsd_decay_iters'),
+        ({"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}, 1, r"args: .+\n.*so says the installed Megatron"),
+        ({"recompute_granularity": "full"}, 1, r"args: .+\n.*so says the installed Megatron"),
     ],
 )
 def test_bad_arguments_are_refused_with_their_place(tiny, args, workers, message):
@@ -174,8 +182,30 @@ def test_a_folder_with_other_tensors_is_refused_and_all_of_them_are_listed(tiny,
     assert f"shape of {name}: (47, 32) in the file, (48, 32) in the model" in text
 
 
-def test_a_schedule_that_megatron_refuses_is_explained(tiny):
-    from megatron_support import megatron_rank
+@pytest.mark.parametrize(
+    ("args", "rates"),
+    [
+        ({}, [1, 1, 1, 1]),
+        ({"lr_warmup_iters": 2}, [0, 0.5, 1, 1]),  # Megatron's warm-up starts at lr_warmup_init
+        ({"lr_warmup_fraction": 0.2, "lr_warmup_init": 0.5}, [0.5, 0.75, 1, 1]),  # two of ten steps
+        ({"lr_decay_style": "linear", "lr_decay_iters": 4, "min_lr": 0.2}, [1, 0.8, 0.6, 0.4]),  # 0.2 + 0.8 (1 - k / 4)
+        (
+            {"lr_decay_style": "WSD", "lr_decay_iters": 4, "lr_wsd_decay_iters": 2, "lr_wsd_decay_style": "linear"},
+            [1, 1, 1, 0.5],
+        ),
+    ],
+)
+def test_learning_rates_and_weight_decay_of_four_steps(tiny, args, rates):
+    from megatron_support import megatron_rank, random_batch
 
-    with pytest.raises(ConfigError, match=r"refuses this schedule .*\n.*warm-up 20 .* of 10 steps"):
-        megatron_rank(tiny["llama"], args={"lr_warmup_iters": 20})
+    decay = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 1.0}
+    rank = megatron_rank(tiny["llama"], args={"lr": 1.0, "clip_grad": 1e-6, **decay, **args})
+    reports, decays = [], []
+    for seed in range(4):
+        groups = rank.roles["policy"].optimizer.megatron.param_groups
+        decays.append(sorted({g["weight_decay"] for g in groups}))
+        reports.append(rank.step(random_batch(seed=seed)))
+    rank.close()
+    assert [r.lr for r in reports] == pytest.approx(rates)
+    assert [d[-1] for d in decays] == pytest.approx([0.0, 0.1, 0.2, 0.3])  # from 0 to 1 over the run's ten steps
+    assert all(d[0] == 0.0 for d in decays)  # norms and biases never decay
