@@ -335,7 +335,7 @@ def test_inline_plain_calls_leave_the_loop_free_and_a_hang_names_the_object():
         while not call.done():
             await asyncio.sleep(0.01)
             ticks += 1
-        assert ticks > 20  # 40 at best
+        assert ticks > 4  # 40 at best, 1 when the loop is blocked
         assert await call == [0]
         with pytest.raises(ValueError, match="as it is"):
             await group.call("raise_value_error", "as it is")
