@@ -73,6 +73,11 @@ def assign_gpus(specs: Sequence[RoleSpec], machine: Machine, placement: str = "a
 
 def check_demands(specs: Sequence[RoleSpec], machine: Machine, placement: str) -> None:
     """Raises for everything but GPUs: names, nodes, labels, interpreters, processors and memory."""
+    if isinstance(placement, Mapping):
+        raise ConfigError(
+            'launcher.placement names labels of nodes, and the launcher "local" has this machine only',
+            'choose a launcher for many machines, for example launcher.use = "ray"',
+        )
     if placement not in PLACEMENTS:
         raise ConfigError(f'launcher.placement = "{placement}" is none of {", ".join(PLACEMENTS)}')
     names = [spec.name for spec in specs]

@@ -228,8 +228,9 @@ class LauncherTable(UseTable):
     kind: ClassVar[str] = "launcher"
     use: str = "local"
     """Name of the component, or "plugin:name" where two plugins offer the same name."""
-    placement: Literal["auto", "colocated", "disaggregated"] = "auto"
-    """Placement of roles: engines and trainer on the same devices, on devices of their own, or what fits."""
+    placement: Literal["auto", "colocated", "disaggregated"] | dict[Literal["trainer", "engine"], dict[str, str]] = "auto"
+    """Placement of roles: engines and trainer on the same devices, on devices of their own, or what fits. Or, for launchers
+    with labelled nodes, the labels that the nodes of each role must have: `{engine = {rack = "b"}}`."""
 
 
 class TrackerTable(UseTable):

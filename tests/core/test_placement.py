@@ -67,6 +67,8 @@ def test_X3_what_cannot_fit_is_refused_at_once_with_asked_available_and_option(t
 def test_X3_the_option_to_change_is_named_and_unknown_placements_are_refused():
     with pytest.raises(RuntimeMissing, match=r"lower trainer.num_workers or engine.replicas.*launcher.placement"):
         assign_gpus([role("trainer", 8, gpus=1)], CPU)
+    with pytest.raises(ConfigError, match="labels of nodes"):
+        assign_gpus([role("trainer")], CPU, {"engine": {"rack": "b"}})
     with pytest.raises(ConfigError, match=r'launcher.placement = "here"'):
         assign_gpus([role("trainer")], CPU, "here")
 

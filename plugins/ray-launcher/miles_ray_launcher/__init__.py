@@ -31,6 +31,10 @@ class RayLauncherConfig(ComponentConfig):
     """How long an actor may take to start and import its libraries, before it loads a model."""
     grace_s: float = Field(default=10.0, ge=0)
     """How long an actor may take to close what it hosts, before it is killed."""
+    rack_label: str = ""
+    """Label of nodes that names their rack. Engines are then spread over racks, and the trainer is kept inside one."""
+    num_spares: int = Field(default=0, ge=0)
+    """Nodes that are held back whole; one of them takes over what was on a node that is lost."""
     forward_env: tuple[str, ...] = FORWARDED
     """Environment variables of the driver that actors get too; "*" stands for any text. Actors otherwise have the
     environment of the node that they run on."""

@@ -99,10 +99,11 @@ def _no_cluster(address: str, why: str) -> RuntimeMissing:
 
 
 def nodes() -> list[dict[str, Any]]:
-    """Every living node: name, total and available resources by name, labels."""
+    """Every living node: id, name, total and available resources by name, labels."""
     free = _available()
     return [
         {
+            "id": node["NodeID"],
             "name": f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})",
             "total": node["Resources"],
             "free": free.get(node["NodeID"], {}),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,13 @@ from miles_core.types import RoleSpec
 from miles_ray_launcher.actor import visible_devices
 from miles_ray_launcher.cluster import connect, describe_nodes, nodes, release
 from miles_ray_launcher.places import Bundle, Place, describe, seat
+from miles_ray_launcher.racks import idle_nodes, label_choices, racks_of
 from miles_ray_launcher.worker import MAX_CONCURRENT_CALLS, RayWorker
 
 logger = logging.getLogger(__name__)
 
+FREE_ROOM_S = 2.0
+"""How long a lost bundle may look for free room before a spare node is given up for it."""
 LOOK_S = 0.05
 """How often the state of a placement group is looked at."""
 ADVICE = (
@@ -43,39 +48,55 @@ class RayLauncher(Launcher):
         self.run_dir, self.config = Path(run_dir).absolute(), config
 
     async def allocate(self, specs: Sequence[RoleSpec], placement: Any = "auto") -> RayAllocation:
-        bundles, places = seat(specs, placement)
+        if isinstance(placement, Mapping):  # labels of each role's nodes
+            specs = [replace(spec, labels={**spec.labels, **placement.get(spec.name, {})}) for spec in specs]
+        bundles, places = seat(specs, "auto" if isinstance(placement, Mapping) else placement)
         await connect(self.config)
+        groups: list[Any] = []
         try:
-            group = await self._reserve(specs, bundles, placement) if bundles else None
-            try:
-                devices = await _devices(group, bundles, places)
-            except BaseException:
-                remove_placement_group(group)
-                raise
+            if bundles:
+                groups.append(await self._reserve(specs, bundles, placement))
+                await self._hold_spares(groups, max(bundle.gpus for bundle in bundles))
+            devices = await _devices(groups[0], bundles, places) if groups else {}
         except BaseException:
+            for group in groups:
+                remove_placement_group(group)
             await release()
             raise
-        return RayAllocation(self, specs, group, places, devices)
+        return RayAllocation(self, specs, groups, bundles, places, devices)
 
     async def _reserve(self, specs: Sequence[RoleSpec], bundles: Sequence[Bundle], placement: Any) -> Any:
         """A placement group with room for everything, or RuntimeMissing that says why there is none."""
-        labels = [bundle.labels for bundle in bundles]
-        more = {"bundle_label_selector": labels} if any(labels) else {}
-        group = placement_group([bundle.resources() for bundle in bundles], strategy="PACK", **more)
-        until = time.monotonic() + self.config.placement_timeout_s
-        state = {}
-        try:
-            while time.monotonic() < until:
-                state = placement_group_table(group)
-                if state["state"] == "CREATED":
+        label = self.config.rack_label
+        choices = label_choices(bundles, label, racks_of(nodes(), label) if label else ())
+        for labels in choices if _could_fit(bundles) else ():
+            more = {"bundle_label_selector": labels} if any(labels) else {}
+            group = placement_group([bundle.resources() for bundle in bundles], strategy="PACK", **more)
+            try:
+                if await _placed(group, self.config.placement_timeout_s / len(choices)):
                     return group
-                if state["stats"]["scheduling_state"] == "INFEASIBLE" or not _could_fit(bundles):
-                    break
-                await asyncio.sleep(LOOK_S)
-            raise await _no_room(f'launcher.placement = "{placement}"', specs)
-        except BaseException:
+            except BaseException:
+                remove_placement_group(group)
+                raise
             remove_placement_group(group)
-            raise
+        where = f"launcher.placement = {json.dumps(placement)}" + (
+            f' and launcher.ray.rack_label = "{label}"' if label else ""
+        )
+        raise await _no_room(where, specs)
+
+    async def _hold_spares(self, groups: list[Any], gpus: int) -> None:
+        """Adds a group that takes all of a node, for each spare node. Ray moves what was on a lost node wherever there is
+        room, so giving up such a group is all that it takes to use the spare."""
+        if not self.config.num_spares:
+            return
+        taken = list(placement_group_table(groups[0])["bundles_to_node_id"].values())
+        for node in idle_nodes(nodes(), taken, self.config.num_spares, label=self.config.rack_label, gpus=gpus):
+            whole = {name: node["total"][name] for name in ("GPU", "CPU") if node["total"].get(name)}
+            groups.append(placement_group([whole], bundle_label_selector=[{"ray.io/node-id": node["id"]}]))
+            if not await _placed(groups[-1], self.config.placement_timeout_s):
+                raise RuntimeMissing(
+                    f"node {node['name']} cannot be held back as a spare: another job came first", "try again"
+                )
 
 
 class RayAllocation(Allocation):
@@ -83,11 +104,15 @@ class RayAllocation(Allocation):
         self,
         launcher: RayLauncher,
         specs: Sequence[RoleSpec],
-        group: Any,
+        groups: Sequence[Any],
+        bundles: Sequence[Bundle],
         places: Mapping[tuple[str, int], Place],
         devices: Mapping[int, Sequence[str]],
     ) -> None:
-        self._launcher, self._group, self._places, self._devices = launcher, group, places, devices
+        self._launcher, self._bundles, self._places, self._devices = launcher, bundles, places, dict(devices)
+        self._group, self._spares = (groups[0], list(groups[1:])) if groups else (None, [])
+        self._homes = _homes(self._group)
+        self._moving = asyncio.Lock()
         self._specs = {spec.name: spec for spec in specs}
         self._groups: dict[str, LocalWorkerGroup] = {}
         self._payloads: dict[str, dict[str, Any]] = {}
@@ -124,6 +149,9 @@ class RayAllocation(Allocation):
                 self._groups[role].workers[index].log_tail(),
             )
         self._restarts[key] = self._restarts.get(key, 0) + 1
+        async with self._moving:
+            await self._regain_room()
+            await self._look_around()
         await self._groups[role].put(index, self._worker(spec, index), self._launcher.config.startup_timeout_s)
 
     async def close(self) -> None:
@@ -133,8 +161,9 @@ class RayAllocation(Allocation):
         self._closed = True
         try:
             await asyncio.gather(*(group.close() for group in self._groups.values()))
-            if self._group is not None:
-                remove_placement_group(self._group)
+            for group in (self._group, *self._spares):
+                if group is not None:
+                    remove_placement_group(group)
         finally:
             await release()
 
@@ -190,6 +219,24 @@ class RayAllocation(Allocation):
             env["CUDA_VISIBLE_DEVICES"] = ""
         return {**env, **spec.env}
 
+    async def _regain_room(self) -> None:
+        """After the loss of a node: waits until Ray has found other room for what was on it, on a spare if need be."""
+        patience_s = self._launcher.config.placement_timeout_s
+        if await _placed(self._group, min(FREE_ROOM_S, patience_s)):
+            return
+        while self._spares:
+            remove_placement_group(self._spares.pop(0))
+            if await _placed(self._group, patience_s):
+                logger.info("a spare node has taken over; %d are left", len(self._spares))
+                return
+        await self._check_room()
+
+    async def _look_around(self) -> None:
+        """The GPUs of bundles that have moved, while nothing is on them yet."""
+        before, self._homes = self._homes, _homes(self._group)
+        moved = {index for index, node in self._homes.items() if before.get(index) != node}
+        self._devices |= await _devices(self._group, self._bundles, self._places, moved)
+
     async def _check_room(self) -> None:
         """Raises RuntimeMissing when a node was lost and no other has room for what was on it."""
         if placement_group_table(self._group)["state"] != "CREATED":
@@ -205,9 +252,17 @@ async def _all(starts: Sequence[Any], workers: Sequence[RayWorker]) -> None:
         raise
 
 
-async def _devices(group: Any, bundles: Sequence[Bundle], places: Mapping[tuple[str, int], Place]) -> dict[int, list[str]]:
+def _homes(group: Any) -> dict[int, str]:
+    """Bundle -> id of its node."""
+    return {} if group is None else dict(placement_group_table(group)["bundles_to_node_id"])
+
+
+async def _devices(
+    group: Any, bundles: Sequence[Bundle], places: Mapping[tuple[str, int], Place], among: Container[int] | None = None
+) -> dict[int, list[str]]:
     """The GPUs of each bundle whose workers are told which to see; asked by a task that holds all of them."""
-    asked = sorted({place.bundle for place in places.values() if place.slice is not None})
+    asked = {place.bundle for place in places.values() if place.slice is not None}
+    asked = sorted(index for index in asked if among is None or index in among)
     tasks = []
     for index in asked:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -216,6 +271,19 @@ async def _devices(group: Any, bundles: Sequence[Bundle], places: Mapping[tuple[
         )
         tasks.append(asyncio.wrap_future(task.remote().future()))
     return {index: names.split(",") for index, names in zip(asked, await asyncio.gather(*tasks), strict=True)}
+
+
+async def _placed(group: Any, timeout_s: float) -> bool:
+    """Whether all of a group has its place; False at once when no node could ever give what a bundle asks for."""
+    until = time.monotonic() + timeout_s
+    while True:
+        state = placement_group_table(group)
+        if state["state"] == "CREATED":
+            return True
+        infeasible = state["state"] == "PENDING" and state["stats"]["scheduling_state"] == "INFEASIBLE"
+        if infeasible or time.monotonic() >= until:
+            return False
+        await asyncio.sleep(LOOK_S)
 
 
 def _could_fit(bundles: Sequence[Bundle]) -> bool:

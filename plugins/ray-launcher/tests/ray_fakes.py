@@ -19,6 +19,11 @@ class Plain:
     def pid(self) -> int:
         return os.getpid()
 
+    def node(self) -> str:
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
     def environment(self, *names: str) -> list[str | None]:
         return [os.environ.get(name) for name in names]
 

@@ -84,6 +84,13 @@ def test_X3_too_many_gpus_are_refused_in_seconds_with_what_there_is(tmp_path):
     assert caught.value.exit_code == 3
 
 
+def test_X3_labels_that_no_node_has_are_refused_with_those_there_are(tmp_path):
+    began = time.monotonic()
+    with pytest.raises(RuntimeMissing, match=r'placement = \{"r": \{"rack": "b"\}\}: .*nodes labelled \{\'rack\': \'b\'\}'):
+        asyncio.run(launcher(tmp_path, placement_timeout_s=60).allocate([spec()], {"r": {"rack": "b"}}))
+    assert time.monotonic() - began < 10
+
+
 def test_X3_room_that_others_hold_is_waited_for_and_then_refused(tmp_path):
     async def work():
         first = await launcher(tmp_path).allocate([spec("a", GPUS - 1, 1)])
@@ -162,21 +169,26 @@ def test_what_travels(tmp_path):
 # --- Ends ------------------------------------------------------------------------------------------------------------
 
 
-def test_X1_a_killed_actor_is_told_without_a_call_and_takes_its_children_along(tmp_path):
+def test_X1_a_killed_actor_is_told_with_and_without_a_call_and_takes_its_children_along(tmp_path):
     async def work():
         async with launched(tmp_path, spec(num_workers=2)) as (group,):
-            (pid,), (child,) = await group.call("pid", ranks=[1]), await group.call("child", ranks=[1])
-            waiting = asyncio.create_task(group.call("wait", ranks=[1]))
-            await asyncio.sleep(0.2)
-            os.kill(pid, signal.SIGKILL)
+            busy, idle = await group.call("pid")
+            (child,) = await group.call("child", ranks=[1])
+            os.kill(idle, signal.SIGKILL)
             death = await asyncio.wait_for(anext(aiter(group.deaths())), 10)
-            with pytest.raises(WorkerDied, match=rf"r 1 died during \"wait\": process {pid} on node .* killed") as caught:
+            with pytest.raises(WorkerDied, match='r 1 died during "pid"'):
+                await group.call("pid", ranks=[1])
+            waiting = asyncio.create_task(group.call("wait", ranks=[0]))
+            await asyncio.sleep(0.2)
+            os.kill(busy, signal.SIGKILL)
+            with pytest.raises(WorkerDied, match=rf'r 0 died during "wait": process {busy} on node .* killed') as caught:
                 await waiting
-            return death, str(caught.value), child, await group.call("pid", ranks=[0])
+            return death, idle, str(caught.value), child
 
-    death, text, child, _ = asyncio.run(work())
+    death, idle, text, child = asyncio.run(work())
     assert (death.role, death.index, death.log) == ("r", 1, str(tmp_path / "logs/r-1.log"))
-    assert death.log in text
+    assert f"process {idle} on node" in death.cause
+    assert str(tmp_path / "logs/r-0.log") in text
     assert gone(child)
 
 
