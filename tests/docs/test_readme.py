@@ -24,7 +24,8 @@ QUICKSTART = (
     " && .venv/bin/miles run recipes/quickstart.toml\n"
 )
 TESTS = (
-    "python3 -m venv .venv-test && .venv-test/bin/pip install -r requirements/test.txt && .venv-test/bin/python -m pytest -n 2 --dist loadfile\n"
+    "python3 -m venv .venv-test && .venv-test/bin/pip install -r requirements/test.txt"
+    " && .venv-test/bin/python -m pytest -n 2 --dist loadfile\n"
 )
 NEEDED = {"torch-rollout", "fsdp-trainer", "hf-models", "hf-tokenizer", "policy-losses", "reasoning-gym"}
 """Plugins of the quickstart."""
