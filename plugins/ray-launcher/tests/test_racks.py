@@ -56,8 +56,7 @@ def test_spares_are_whole_nodes_that_can_take_a_bundle_from_different_racks():
         idle_nodes(nodes, ["taken"], 4, label="rack", gpus=4)
 
 
-def test_X1_a_lost_node_of_a_simulated_cluster_is_replaced_by_the_spare(tmp_path):
-    pytest.importorskip("ray")
+def test_X1_a_lost_node_of_a_simulated_cluster_is_replaced_by_the_spare(ray_here, tmp_path):
     env = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     program = Path(__file__).with_name("simulated.py")
     result = subprocess.run(

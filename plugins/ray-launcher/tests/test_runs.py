@@ -18,6 +18,7 @@ from tests.core import runs
 from tests.core.held import hold
 from tests.core.runs import run, run_dir, trained, weights, write_config
 
+pytestmark = pytest.mark.usefixtures("ray_here")
 LAUNCHER = f"""
 [launcher]
 use = "ray"
@@ -28,7 +29,7 @@ object_store_bytes = {80 << 20}
 
 
 @pytest.fixture(scope="module")
-def held(tmp_path_factory) -> tuple[Path, Path, list[str]]:
+def held(ray_here, tmp_path_factory) -> tuple[Path, Path, list[str]]:
     """A config of eight steps with two engines, the file that makes it wait, and further arguments."""
     path = write_config(tmp_path_factory.mktemp("config"), LAUNCHER)
     text = path.read_text().replace("plugins = []", 'plugins = ["ray-launcher"]')

@@ -38,7 +38,7 @@ use = "policy-gradient"
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
+def config(cluster, tmp_path_factory) -> Path:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = transformers.LlamaConfig(vocab_size=TOKENIZER.vocab_size, max_position_embeddings=64, **shape)
