@@ -115,6 +115,18 @@ def test_X1_an_engine_killed_in_mid_run_is_replaced_and_the_weights_are_the_same
         assert run.pid_of("engine-1") != first
 
 
+def test_X1_a_killed_trainer_ends_the_run_with_its_name_and_its_log(held, cluster, tmp_path):
+    with Run(held, tmp_path / "out", RAY_ADDRESS=cluster) as run:
+        run.pause_after(1)
+        pid = run.pid_of("trainer-0")
+        os.kill(pid, signal.SIGKILL)
+        run.file.unlink()
+        assert run.process.wait(60) == 1, run.text()
+        assert re.search(rf"trainer 0 died during .*process {pid} on node", run.text()), run.text()
+        assert str(run.folder / "logs/trainer-0.log") in run.text().replace("\n", "")
+        assert gone(run.pid_of("engine-0"))
+
+
 def test_a_killed_driver_leaves_no_actor_in_a_cluster_that_goes_on(held, cluster, tmp_path):
     with Run(held, tmp_path / "out", RAY_ADDRESS=cluster) as run:
         run.pause_after(1)
