@@ -85,7 +85,7 @@ def miles_trainers() -> Iterable[Component[Any]]:
     return [
         Component(
             name="megatron",
-            summary="Megatron-Core: dense models, tensor, sequence, pipeline and data parallel, on GPUs or on CPUs",
+            summary="Megatron-Core: dense models; tensor, pipeline, context and data parallel; GPUs or CPUs",
             config=MegatronConfig,
             build=_build,
             check=_check,

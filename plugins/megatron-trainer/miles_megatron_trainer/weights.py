@@ -98,13 +98,14 @@ def cuts(plan: Iterable[Weight], bucket_bytes: int, item: int) -> list[list[tupl
 def buckets(plan: Iterable[Weight], gather: Callable[[Weight], Any], bucket_bytes: int, item: int) -> Iterator[Bucket]:
     """The model as buckets from rank 0, and as many empty ones from the others. A parameter that is cut between two buckets
     is gathered once and kept."""
-    kept: dict[str, dict[str, torch.Tensor]] = {}
+    last: Weight | None = None
+    tensors: dict[str, torch.Tensor] = {}
     for index, content in enumerate(cuts(plan, bucket_bytes, item)):
         held = []
         for weight, wanted in content:
-            if weight.name not in kept or kept.get("stage") != {"": weight.stage}:
-                kept = {weight.name: dict(gather(weight)), "stage": {"": weight.stage}}
-            held += [(name, kept[weight.name][name]) for name in wanted if name in kept[weight.name]]
+            if weight is not last:
+                last, tensors = weight, dict(gather(weight))
+            held += [(name, tensors[name]) for name in wanted if name in tensors]
         yield _flat(held, index) if held else Bucket(index=index, tensors=(), data=None)
 
 
