@@ -31,7 +31,7 @@ class Host:
         self._hosted: Hosted | None = None
         self._running: dict[int, asyncio.Task[Any]] = {}
         self._cancelled: set[int] = set()
-        self._guardian: subprocess.Popen[bytes] | None = None
+        self._guardian = 0
         self._folder = ""
 
     async def appear(self, run_dir: str, log: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Host:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         if os.getsid(0) == os.getpid():
             self._guard()
-        return {**place(), "ip": _address(), "guardian": self._guardian.pid if self._guardian else 0}
+        return {**place(), "ip": _address(), "guardian": self._guardian}
 
     async def meet(self, *, same_node: bool) -> str:
         """Where the ranks of this role can meet; asked of the first one."""
@@ -128,13 +128,16 @@ class Host:
 
     def _guard(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="miles-")
-        self._guardian = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-I", "-S", guardian.__file__, str(os.getpid()), self._folder],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self._guardian = int(process.stdout.readline())
+        process.wait()
+        self._lifeline = process.stdin  # closed by the end of this process, however it comes
 
 
 def _write_to(log: Path) -> None:

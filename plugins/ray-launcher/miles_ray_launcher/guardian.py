@@ -1,8 +1,9 @@
 """Run as a program beside each actor, `guardian.py SESSION [FOLDER]`: waits until its standard input ends, which it does
 when the actor's process is gone, however hard it died, and then kills what is left in that session and removes the folder.
 
-Ray ends the actor itself, also when the driver is gone; this ends what the actor had started. Imports nothing of ours, so
-that it starts in milliseconds.
+Ray ends the actor itself, also when the driver is gone; this ends what the actor had started. It goes on as a grandchild,
+whose id it prints, since Ray kills an actor's children together with it. Imports nothing of ours, so that it starts in
+milliseconds.
 """
 
 import contextlib
@@ -13,6 +14,10 @@ import sys
 
 
 def main(session: int, folder: str = "") -> None:
+    if child := os.fork():
+        print(child)
+        return
+    os.close(1)
     while os.read(0, 4096):
         pass
     for name in os.listdir("/proc") if sys.platform == "linux" else ():

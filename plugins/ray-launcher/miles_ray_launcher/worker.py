@@ -280,10 +280,13 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def _alive(pid: int) -> bool:
+    """Whether a process of this machine runs; one that is dead and that nobody has reaped does not."""
     try:
         os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()  # gone in between, or a system without /proc
+    except OSError:
         return True
-    return True

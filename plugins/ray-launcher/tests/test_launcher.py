@@ -197,9 +197,11 @@ def test_close_leaves_nothing_of_an_actor(tmp_path):
         async with launched(tmp_path, spec(num_workers=2)) as (group,):
             pids = [*await group.call("pid"), *await group.call("child")]
             guardians = [worker.place["guardian"] for worker in group.workers]
-            meeting = (await group.call("environment", "GLOO_SOCKET_IFNAME"))[0][0]
-            return pids, guardians, meeting
+            folders = [Path(f"/proc/{pid}/cmdline").read_text().split("\0")[-2] for pid in guardians]
+            interface = (await group.call("environment", "GLOO_SOCKET_IFNAME"))[0][0]
+            assert all(Path(folder).is_dir() for folder in folders) and interface == "lo"
+            return [*pids, *guardians], folders
 
-    pids, guardians, interface = asyncio.run(work())
-    assert all(guardians) and interface == "lo"
-    assert all(gone(pid) for pid in [*pids, *guardians])
+    pids, folders = asyncio.run(work())
+    assert all(gone(pid) for pid in pids)
+    assert not any(Path(folder).exists() for folder in folders)
