@@ -17,6 +17,9 @@ from miles_sglang_rollout.client import Lost, Refused
 from miles_sglang_rollout.life import Life
 from miles_sglang_rollout.wire import Events, Parts, Piece, add, generate_body, read_experts
 
+SETTLE_S = 1.0
+"""How long a broken connection may wait for the end of the process that explains it."""
+
 
 @dataclass(slots=True, eq=False)
 class Run:
@@ -128,7 +131,7 @@ class Requests:
                     break
                 except Lost as error:
                     if last or not error.untouched or self.life.gone() or run.parts.pieces:
-                        raise self._dead_or(error) from error
+                        raise await self._dead_or(error) from error
                     self.life.spawn(self._abort_server(run.rid))
                 except asyncio.CancelledError:
                     self.life.spawn(self._abort_server(run.rid))
@@ -175,13 +178,18 @@ class Requests:
             raise EngineFailed(f"{self.life.name}: the stream of {request.id} ended without an end")
         return piece
 
-    def _dead_or(self, error: EngineFailed) -> EngineFailed:
-        """What the server's end says, where it is gone; else `error`."""
-        try:
-            self.life.check()
-        except EngineFailed as gone:
-            return gone
-        return error
+    async def _dead_or(self, error: EngineFailed) -> EngineFailed:
+        """What the server's end says, where it is gone; else `error`. A dying process closes its connections a moment
+        before it can be seen to have ended."""
+        until = time.monotonic() + (SETTLE_S if isinstance(error, Lost) else 0.0)
+        while True:
+            try:
+                self.life.check()
+            except EngineFailed as gone:
+                return gone
+            if time.monotonic() >= until:
+                return error
+            await asyncio.sleep(0.02)
 
     async def cut(self, runs: Sequence[Run]) -> None:
         """Ends the HTTP requests of these; their own end is the acknowledgement. SGLang forgets an abort that overtakes its
