@@ -23,7 +23,8 @@ from miles_core.errors import EngineFailed, WeightSyncFailed
 from miles_core.interfaces import EngineReplica
 from miles_core.types import GenerateRequest, Generation, Status, VersionSpan, WeightMessage
 
-STANDINS = Path(__file__).parent / "standins"
+STANDINS = Path(__file__).parents[2] / "plugins/sglang-rollout/miles_sglang_rollout/serverside/standins"
+"""Those of the plugin: one folder for each package that is stood in for."""
 CPU_OPTIONS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.2", "--max-total-tokens", "4096"),
@@ -64,7 +65,7 @@ class SglangEngine(EngineReplica):
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model), *CPU_OPTIONS]
         env = {
             **os.environ,
-            "PYTHONPATH": str(STANDINS),
+            "PYTHONPATH": os.pathsep.join(map(str, sorted(p for p in STANDINS.iterdir() if p.is_dir()))),
             "SGLANG_USE_CPU_ENGINE": "1",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
